@@ -13,41 +13,40 @@ import jax as _jax  # noqa: F401  (users expect `import retrax` to fail without 
 
 __version__ = "0.1.0"
 
-_SUBPACKAGES = (
+__all__ = [
+    "__version__",
     "data",
+    "errors",
     "layers",
+    "lr",
     "models",
     "optimizers",
     "shapes",
+    "storage",
     "supervised",
     "trainer",
     "trees",
-    "errors",
-)
-_ALIASES = {"lr": "retrax.supervised.lr_schedules"}
-
-__all__ = ["__version__", "lr", *_SUBPACKAGES]
+]
+_MODULES = {name: f"retrax.{name}" for name in __all__ if name != "__version__"}
+_MODULES["lr"] = "retrax.supervised.lr_schedules"
 
 if TYPE_CHECKING:
-    from retrax import (
-        data,
-        errors,
-        layers,
-        models,
-        optimizers,
-        shapes,
-        supervised,
-        trainer,
-        trees,
-    )
+    from retrax import data as data
+    from retrax import errors as errors
+    from retrax import layers as layers
+    from retrax import models as models
+    from retrax import optimizers as optimizers
+    from retrax import shapes as shapes
+    from retrax import storage as storage
+    from retrax import supervised as supervised
+    from retrax import trainer as trainer
+    from retrax import trees as trees
     from retrax.supervised import lr_schedules as lr
 
 
 def __getattr__(name: str) -> Any:
-    if name in _SUBPACKAGES:
-        return importlib.import_module(f"retrax.{name}")
-    if name in _ALIASES:
-        return importlib.import_module(_ALIASES[name])
+    if name in _MODULES:
+        return importlib.import_module(_MODULES[name])
     raise AttributeError(f"module 'retrax' has no attribute {name!r}")
 
 

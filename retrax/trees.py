@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.core import Tracer
 
 __all__ = [
     "combine",
@@ -52,7 +53,7 @@ def leaves_with_path(tree: Any) -> list[tuple[str, Any]]:
 
 
 def difference(expected: Any, got: Any) -> str | None:
-    """Returns the first difference in structure, shape or dtype, by path; None if equal.
+    """Returns the first difference in structure, shape or dtype, by path, or None.
 
     Only leaves with a shape are compared by shape and dtype.
 
@@ -111,7 +112,7 @@ def combine(chosen: Any, others: Any) -> Any:
 
 def is_concrete(tree: Any) -> bool:
     """Says whether a tree holds values only, none of them being traced by JAX."""
-    return not any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(tree))
+    return not any(isinstance(x, Tracer) for x in jax.tree.leaves(tree))
 
 
 def to_numpy(tree: Any) -> Any:

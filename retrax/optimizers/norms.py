@@ -23,6 +23,9 @@ __all__ = [
 ]
 
 
+_SMALL = 2**14  # elements
+
+
 def l2_norm(tree: Any) -> jax.Array:
     """Returns the L2 norm of all numbers in a tree, at least in float32.
 
@@ -30,7 +33,13 @@ def l2_norm(tree: Any) -> jax.Array:
       >>> float(l2_norm({'a': jnp.array([3.0]), 'b': jnp.array([[4.0]])}))
       5.0
     """
-    squares = [_sum_of_squares(jnp.asarray(x)) for x in jax.tree.leaves(tree)]
+    leaves = [at_least_float32(jnp.asarray(x)) for x in jax.tree.leaves(tree)]
+    # Many small sums cost more than their arithmetic: small arrays are summed as one.
+    small = [x.ravel() for x in leaves if x.size <= _SMALL]
+    parts = [x for x in leaves if x.size > _SMALL]
+    if small:
+        parts.append(jnp.concatenate(small))
+    squares = [_sum_of_squares(x) for x in parts]
     return jnp.sqrt(sum(squares, start=jnp.zeros((), jnp.float32)))
 
 

@@ -1,0 +1,506 @@
+"""Combinators: layers made of layers, joined by a data stack.
+
+A layer takes its n_in inputs from the top of the stack (the front of the tuple) and
+puts its n_out outputs there; what lies below passes by untouched. Combinators that
+change how sublayers run (loops, branches, memory) are in `control.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+
+from retrax.layers.base import Fn, Layer, PureLayer, to_list
+from retrax.layers.running import current_run
+from retrax.shapes import ShapeDtype, signature
+
+__all__ = [
+    "Add",
+    "Branch",
+    "Concatenate",
+    "Drop",
+    "Dup",
+    "FlattenList",
+    "Freeze",
+    "Gate",
+    "Multiply",
+    "Parallel",
+    "Residual",
+    "Select",
+    "Serial",
+    "SerialWithSideOutputs",
+    "Split",
+    "SubtractTop",
+    "Swap",
+    "inputs_from_stack",
+    "outputs_onto_stack",
+]
+
+
+class Serial(Layer):
+    """Applies layers one after another, each to the data stack the one before left.
+
+    Example:
+      >>> from retrax import layers as tl
+      >>> tl.Serial(tl.Dup(), tl.Fn('Half', lambda x: x / 2), tl.Add())
+      Serial[
+        Dup_out2
+        Half
+        Add_in2
+      ]
+    """
+
+    _accepts_longer_stack = True
+
+    def __init__(
+        self,
+        *sublayers: Any,
+        name: str | None = None,
+        sublayers_to_print: Sequence[Layer] | None = None,
+    ) -> None:
+        """Makes a combinator of layers; nested lists and tuples are flattened.
+
+        `Serial()` and `Serial(None)` are the identity of one input.
+
+        Raises:
+          TypeError: an item is no layer.
+        """
+        layers = ensure_layers(sublayers, type(self).__name__)
+        n_in, n_out = _arities(layers)
+        super().__init__(n_in, n_out, name, sublayers_to_print)
+        self._sublayers = layers
+
+    def init_weights_and_state(self, input_signature: Any) -> None:
+        """Initialises the sublayers along the stack of signatures."""
+        weights, states = [], []
+        stack = input_signature
+        for layer in self.sublayers:
+            inputs = inputs_from_stack(stack, layer.n_in)
+            w, s = layer.init(inputs, use_cache=True)
+            outputs = layer.output_signature(inputs)
+            stack = outputs_onto_stack(outputs, stack, layer.n_in)
+            weights.append(w)
+            states.append(s)
+        self.weights, self.state = tuple(weights), tuple(states)
+        remember_output(self, input_signature, stack)
+
+    def forward(self, xs: Any) -> Any:
+        """Runs the sublayers along the data stack."""
+        return self._run_stack(xs)
+
+    def _run_stack(self, stack: Any) -> Any:
+        states = []
+        rngs = child_rngs(self)
+        for layer, w, s, rng in zip(
+            self.sublayers, self.weights, self.state, rngs, strict=True
+        ):
+            inputs = inputs_from_stack(stack, layer.n_in)
+            outputs, s = layer.pure_fn(inputs, w, s, rng, use_cache=True)
+            stack = outputs_onto_stack(outputs, stack, layer.n_in)
+            states.append(s)
+        self.state = tuple(states)
+        return stack
+
+
+class Parallel(Layer):
+    """Applies layers side by side, each to its own inputs from the stack.
+
+    The first layer takes the topmost inputs; outputs are put back in order.
+    None stands for the identity, a list for a Serial of its items.
+    """
+
+    def __init__(
+        self,
+        *sublayers: Any,
+        name: str | None = None,
+        sublayers_to_print: Sequence[Layer] | None = None,
+    ) -> None:
+        """Makes a combinator of at least two layers.
+
+        Raises:
+          ValueError: there are fewer than two.
+          TypeError: an item is no layer.
+        """
+        layers = [_layer_or_serial(s, i) for i, s in enumerate(sublayers)]
+        if len(layers) < 2:
+            raise ValueError(
+                f"Parallel needs at least two layers, got {len(layers)}; for one layer "
+                "use it as it is, for a chain use Serial."
+            )
+        super().__init__(
+            sum(s.n_in for s in layers),
+            sum(s.n_out for s in layers),
+            name,
+            sublayers_to_print,
+        )
+        self._sublayers = layers
+
+    def init_weights_and_state(self, input_signature: Any) -> None:
+        """Initialises every sublayer for its own part of the inputs."""
+        weights, states, outputs = [], [], []
+        for layer, sig in zip(
+            self.sublayers, self._parts(input_signature), strict=True
+        ):
+            w, s = layer.init(sig, use_cache=True)
+            outputs.extend(to_list(layer.output_signature(sig)))
+            weights.append(w)
+            states.append(s)
+        self.weights, self.state = tuple(weights), tuple(states)
+        remember_output(self, input_signature, _packed(outputs))
+
+    def forward(self, inputs: Any) -> Any:
+        """Runs every sublayer on its own part of the inputs."""
+        outputs, states = [], []
+        parts = self._parts(inputs)
+        for layer, x, w, s, rng in zip(
+            self.sublayers,
+            parts,
+            self.weights,
+            self.state,
+            child_rngs(self),
+            strict=True,
+        ):
+            y, s = layer.pure_fn(x, w, s, rng, use_cache=True)
+            outputs.extend(to_list(y) if layer.n_out != 1 else [y])
+            states.append(s)
+        self.state = tuple(states)
+        return _packed(outputs)
+
+    def _parts(self, inputs: Any) -> list[Any]:
+        rest = inputs if isinstance(inputs, (tuple, list)) else (inputs,)
+        parts = []
+        for layer in self.sublayers:
+            parts.append(inputs_from_stack(rest, layer.n_in))
+            rest = rest[layer.n_in :]
+        return parts
+
+
+def Branch(*layers: Any, name: str = "Branch") -> Layer:
+    """Applies layers side by side, all to the same inputs from the top of the stack.
+
+    Example: `Branch(Fn('X', lambda x: x), Dup())` takes x and gives (x, x, x).
+    None stands for the identity; a single layer is returned as it is.
+    """
+    if len(layers) == 1:
+        return _layer_or_serial(layers[0], 0)
+    parallel = Parallel(*layers)
+    indices = [i for layer in parallel.sublayers for i in range(layer.n_in)]
+    n_in = max(layer.n_in for layer in parallel.sublayers)
+    return Serial(
+        Select(indices, n_in=n_in),
+        parallel,
+        name=name,
+        sublayers_to_print=[*layers],  # As the user wrote them, None included.
+    )
+
+
+def Residual(*layers: Any, shortcut: Any = None) -> Layer:
+    """Adds the output of a Serial of `layers` to its input.
+
+    Args:
+      *layers: layers that keep the shape of their first input.
+      shortcut: layer for the other arm; None passes the input on unchanged. It comes
+        first, so further outputs of `layers` stay below the sum.
+    """
+    flat = ensure_layers(layers, "Residual")
+    layer = flat[0] if len(flat) == 1 else Serial(flat)
+    return Serial(Branch(shortcut, layer), Add())
+
+
+def Select(
+    indices: Sequence[int], n_in: int | None = None, name: str | None = None
+) -> Layer:
+    """Replaces the top n_in stack items by those at `indices`, in that order.
+
+    Args:
+      indices: positions in the stack, 0 being the top; an item may be taken repeatedly.
+      n_in: number of items taken off; by default just enough for the indices.
+      name: name of the layer.
+
+    Example: `Select([0], n_in=2)` drops the second item.
+    """
+    indices = [int(i) for i in indices]
+    needed = max(indices, default=-1) + 1
+    n_in = needed if n_in is None else n_in
+    if n_in < needed or min(indices, default=0) < 0:
+        raise ValueError(
+            f"Select({indices}, n_in={n_in}) reaches outside of its {n_in} inputs; "
+            f"indices go from 0 to {n_in - 1}."
+        )
+
+    def select(xs: Any) -> Any:
+        xs = xs if isinstance(xs, (tuple, list)) else (xs,)
+        return _packed([xs[i] for i in indices])
+
+    name = name or f"Select{indices}".replace(" ", "")
+    return PureLayer(select, n_in=n_in, n_out=len(indices), name=name)
+
+
+def Drop() -> Layer:
+    """Drops the top item of the stack."""
+    return Fn("Drop", lambda x: (), n_out=0)
+
+
+def Dup() -> Layer:
+    """Duplicates the top item of the stack."""
+    return Fn("Dup", lambda x: (x, x), n_out=2)
+
+
+def Swap() -> Layer:
+    """Swaps the top two items of the stack."""
+    return Fn("Swap", lambda x0, x1: (x1, x0), n_out=2)
+
+
+def Add() -> Layer:
+    """Adds two tensors."""
+    return Fn("Add", lambda x0, x1: x0 + x1)
+
+
+def SubtractTop() -> Layer:
+    """Subtracts the top tensor from the second one."""
+    return Fn("SubtractTop", lambda x0, x1: x1 - x0)
+
+
+def Multiply() -> Layer:
+    """Multiplies two tensors, element by element."""
+    return Fn("Multiply", lambda x0, x1: x0 * x1)
+
+
+def Gate() -> Layer:
+    """Mixes (memory, gate, candidate) to gate * memory + (1 - gate) * candidate."""
+    return Fn("Gate", lambda m, g, c: g * m + (1.0 - g) * c)
+
+
+def FlattenList() -> Layer:
+    """Flattens nested tuples and lists of tensors into one tuple."""
+
+    def flatten(xs: Any) -> list[Any]:
+        if isinstance(xs, (tuple, list)):
+            return [x for item in xs for x in flatten(item)]
+        return [xs]
+
+    return Fn("FlattenList", lambda xs: tuple(flatten(xs)))
+
+
+class Concatenate(Layer):
+    """Concatenates n_items tensors along one axis."""
+
+    def __init__(self, n_items: int = 2, axis: int = -1) -> None:
+        name = "Concatenate" if axis == -1 else f"Concatenate_axis{axis}"
+        super().__init__(n_in=n_items, name=name)
+        self._axis = axis
+
+    def forward(self, xs: Any) -> Any:
+        """Concatenates the tensors."""
+        return jnp.concatenate(to_list(xs), self._axis)
+
+
+class Split(Layer):
+    """Splits a tensor into n_items equal parts along one axis."""
+
+    def __init__(self, n_items: int = 2, axis: int = -1) -> None:
+        super().__init__(n_out=n_items)
+        self._axis = axis
+
+    def forward(self, x: Any) -> Any:
+        """Splits the tensor.
+
+        Raises:
+          ValueError: the axis does not divide by n_items.
+        """
+        size = x.shape[self._axis]
+        if size % self.n_out:
+            raise ValueError(
+                f"Split cannot cut axis {self._axis} of size {size} into "
+                f"{self.n_out} equal parts."
+            )
+        return _packed(jnp.split(x, self.n_out, self._axis))
+
+
+class SerialWithSideOutputs(Layer):
+    """Serial whose layers each put their last outputs aside.
+
+    After every layer its last `n_side_outputs` outputs leave the stack; in the end
+    they lie below what the last layer left, in order.
+    """
+
+    def __init__(
+        self,
+        layers: Any,
+        n_side_outputs: int | Sequence[int] = 1,
+        name: str | None = None,
+    ) -> None:
+        """Makes the combinator.
+
+        Args:
+          layers: the layers, in order.
+          n_side_outputs: how many outputs of each layer are put aside; one number for
+            all or one for each.
+          name: name of the layer.
+        """
+        flat = ensure_layers([layers], "SerialWithSideOutputs")
+        if isinstance(n_side_outputs, int):
+            n_side_outputs = [n_side_outputs] * len(flat)
+        if len(n_side_outputs) != len(flat):
+            raise ValueError(
+                f"n_side_outputs: {len(n_side_outputs)} items for {len(flat)} layers."
+            )
+        running = needed = 0
+        for layer, n_side in zip(flat, n_side_outputs, strict=True):
+            running += layer.n_in
+            needed = max(needed, running)
+            running -= layer.n_out - n_side
+        super().__init__(needed, needed - running + sum(n_side_outputs), name)
+        self._sublayers = flat
+        self._n_side_outputs = n_side_outputs
+
+    def init_weights_and_state(self, input_signature: Any) -> None:
+        """Initialises the sublayers along the stack of signatures."""
+        weights, states = [], []
+
+        def run(layer: Layer, _: int, inputs: Any) -> Any:
+            w, s = layer.init(inputs, use_cache=True)
+            weights.append(w)
+            states.append(s)
+            return layer.output_signature(inputs)
+
+        outputs = self._run(input_signature, run)
+        self.weights, self.state = tuple(weights), tuple(states)
+        remember_output(self, input_signature, outputs)
+
+    def forward(self, xs: Any) -> Any:
+        """Runs the sublayers, moving side outputs out of the way."""
+        states = []
+        rngs = child_rngs(self)
+
+        def run(layer: Layer, i: int, inputs: Any) -> Any:
+            y, s = layer.pure_fn(
+                inputs, self.weights[i], self.state[i], rngs[i], use_cache=True
+            )
+            states.append(s)
+            return y
+
+        outputs = self._run(xs, run)
+        self.state = tuple(states)
+        return outputs
+
+    def _run(self, stack: Any, run: Any) -> Any:
+        side: list[Any] = []
+        for i, (layer, n_side) in enumerate(
+            zip(self.sublayers, self._n_side_outputs, strict=True)
+        ):
+            items = to_list(stack)
+            outputs = to_list(run(layer, i, inputs_from_stack(stack, layer.n_in)))
+            n_main = len(outputs) - n_side
+            side.extend(outputs[n_main:])
+            stack = tuple(outputs[:n_main] + items[layer.n_in :])
+        return _packed([*to_list(stack), *side])
+
+
+def Freeze(*layers: Any) -> Layer:
+    """Makes layers untrainable: no gradient, no decay, no optimizer slot.
+
+    A single layer is returned itself, so its weights keep their path.
+    """
+    flat = ensure_layers(layers, "Freeze")
+    layer = flat[0] if len(flat) == 1 else Serial(flat)
+    layer.trainable = False
+    return layer
+
+
+# --- For combinators, also those of users -------------------------------------------
+
+
+def inputs_from_stack(stack: Any, n: int) -> Any:
+    """Returns the top n items of the stack; one item is returned bare."""
+    items = stack if isinstance(stack, (tuple, list)) else (stack,)
+    if n > len(items):
+        raise ValueError(
+            f"{n} inputs are needed but the data stack holds {len(items)}: does the "
+            "batch have enough parts, and do the layers before leave enough outputs?"
+        )
+    return items[0] if n == 1 else tuple(items[:n])
+
+
+def outputs_onto_stack(outputs: Any, stack: Any, n: int) -> Any:
+    """Returns the stack with its top n items replaced by `outputs`; bare if one."""
+    items = stack if isinstance(stack, (tuple, list)) else (stack,)
+    return _packed([*to_list(outputs), *items[n:]])
+
+
+def child_rngs(layer: Layer) -> tuple[Any, ...]:
+    """Returns one key per sublayer of the running layer, Nones if it runs without."""
+    run = current_run()
+    frame = None if run is None else run.find(layer)
+    if frame is None:
+        return (None,) * len(layer.sublayers)
+    return frame.child_rngs()
+
+
+def remember_output(layer: Layer, input_signature: Any, outputs: Any) -> None:
+    """Notes output signatures found by init, so that nobody has to trace for them."""
+    run = current_run()
+    if run is not None and run.kind == "init":
+        run.output_signatures[id(layer)] = (input_signature, signature(outputs))
+
+
+def ensure_layers(items: Any, where: str) -> list[Layer]:
+    """Flattens nested lists and tuples of layers; None items vanish.
+
+    Raises:
+      TypeError: an item is no layer; says which, what it is and what helps.
+    """
+    flat: list[Any] = []
+
+    def add(item: Any) -> None:
+        if isinstance(item, (tuple, list)):
+            for x in item:
+                add(x)
+        elif item is not None:
+            flat.append(item)
+
+    add(items)
+    for i, item in enumerate(flat):
+        if not isinstance(item, Layer):
+            raise TypeError(f"{where}: item {i} is no layer but {_what_instead(item)}")
+    return flat
+
+
+def _what_instead(item: Any) -> str:
+    if isinstance(item, type) and issubclass(item, Layer):
+        return f"the class {item.__name__}; make an instance: {item.__name__}(...)."
+    if isinstance(item, ShapeDtype) or hasattr(item, "shape"):
+        return f"an array or signature ({type(item).__name__}); pass it to init()."
+    if callable(item):
+        name = getattr(item, "__name__", type(item).__name__)
+        return (
+            f"the function {name}; call it if it makes a layer, {name}(...), or wrap "
+            f"it: Fn('{name}', {name})."
+        )
+    return f"{item!r} of type {type(item).__name__}."
+
+
+def _layer_or_serial(item: Any, place: int) -> Layer:
+    if item is None or isinstance(item, (tuple, list)):
+        return Serial(item)
+    if not isinstance(item, Layer):
+        raise TypeError(f"item {place} is no layer but {_what_instead(item)}")
+    return item
+
+
+def _arities(layers: Sequence[Layer]) -> tuple[int, int]:
+    """Stack items a chain of layers needs, and those it leaves of them."""
+    if not layers:
+        return 1, 1
+    depth = needed = 0
+    for layer in layers:
+        depth += layer.n_in
+        needed = max(needed, depth)
+        depth -= layer.n_out
+    return needed, needed - depth
+
+
+def _packed(items: Sequence[Any]) -> Any:
+    return items[0] if len(items) == 1 else tuple(items)

@@ -1,0 +1,225 @@
+"""Layers that most models are made of: dense maps, embeddings, dropout.
+
+Above `base`, `running` and `initializers`. Layers without weights that are plain
+functions of arrays are in `functions`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from retrax.layers import initializers as init
+from retrax.layers.base import Layer
+from retrax.layers.running import emit
+
+__all__ = [
+    "Dense",
+    "Dropout",
+    "Embedding",
+    "SummaryScalar",
+]
+
+
+class Dense(Layer):
+    """Maps the last axis by y = x W + b.
+
+    x: (..., d_in), y: (..., n_units). Weights: (W, b), or the bare W without bias.
+    The key is split into one for W and one for b.
+
+    Example:
+      >>> from retrax.shapes import ShapeDtype
+      >>> weights, _ = Dense(3).init(ShapeDtype((5, 2)))
+      >>> [w.shape for w in weights]
+      [(2, 3), (3,)]
+    """
+
+    def __init__(
+        self,
+        n_units: int,
+        kernel_initializer: Callable[..., Any] | None = None,
+        bias_initializer: Callable[..., Any] | None = None,
+        use_bias: bool = True,
+        use_bfloat16: bool = False,
+        name: str | None = None,
+    ) -> None:
+        """Makes a dense layer.
+
+        Args:
+          n_units: size of the last axis of the output.
+          kernel_initializer: makes W from (shape, rng); Glorot uniform by default.
+          bias_initializer: makes b; normal with deviation 1e-6 by default.
+          use_bias: whether there is a b.
+          use_bfloat16: keeps the weights in bfloat16.
+          name: name of the layer.
+
+        Raises:
+          ValueError: n_units is not positive.
+        """
+        super().__init__(name=name or f"Dense_{n_units}")
+        if n_units < 1:
+            raise ValueError(f"Dense needs n_units of at least 1, got {n_units}.")
+        self._n_units = n_units
+        self._kernel_initializer = kernel_initializer or init.GlorotUniformInitializer()
+        self._bias_initializer = bias_initializer or init.RandomNormalInitializer(1e-6)
+        self._use_bias = use_bias
+        self._use_bfloat16 = use_bfloat16
+
+    def init_weights_and_state(self, input_signature: Any) -> None:
+        """Makes (W, b)."""
+        if not input_signature.shape:
+            raise ValueError("Dense needs inputs of shape (..., d_in), got a scalar.")
+        shape_w = (input_signature.shape[-1], self._n_units)
+        rng_w, rng_b = jax.random.split(self.rng, 2)
+        w = self._cast(self._kernel_initializer(shape_w, rng_w))
+        if self._use_bias:
+            b = self._cast(self._bias_initializer((self._n_units,), rng_b))
+            self.weights = (w, b)
+        else:
+            self.weights = w
+
+    def forward(self, x: Any) -> Any:
+        """Computes x W + b."""
+        if not self._use_bias:
+            return jnp.dot(x, self.weights)
+        w, b = self.weights
+        return jnp.dot(x, w) + b
+
+    def _cast(self, w: Any) -> Any:
+        return w.astype(jnp.bfloat16) if self._use_bfloat16 else w
+
+
+class Embedding(Layer):
+    """Looks up a trainable vector for each integer id.
+
+    x: (...) int in [0, vocab_size), y: (..., d_feature). Ids outside of the range are
+    clipped into it, as compiled code cannot raise. The weights are one array
+    (vocab_size, d_feature).
+    """
+
+    def __init__(
+        self,
+        vocab_size: int,
+        d_feature: int,
+        use_bfloat16: bool = False,
+        kernel_initializer: Callable[..., Any] | None = None,
+        name: str | None = None,
+    ) -> None:
+        """Makes an embedding.
+
+        Args:
+          vocab_size: number of ids.
+          d_feature: size of a vector.
+          use_bfloat16: keeps the weights in bfloat16; outputs are float32 still.
+          kernel_initializer: makes the vectors from (shape, rng); by default uniform
+            with variance 1 / d_feature.
+          name: name of the layer.
+        """
+        super().__init__(name=name or f"Embedding_{vocab_size}_{d_feature}")
+        self._vocab_size = vocab_size
+        self._d_feature = d_feature
+        self._use_bfloat16 = use_bfloat16
+        self._kernel_initializer = kernel_initializer or init.ScaledInitializer(
+            out_dim=-1, in_dim=-2, scale=1.0, mode="fan_out", distribution="uniform"
+        )
+
+    def init_weights_and_state(self, input_signature: Any) -> None:
+        """Makes the vectors."""
+        w = self._kernel_initializer((self._vocab_size, self._d_feature), self.rng)
+        self.weights = w.astype(jnp.bfloat16) if self._use_bfloat16 else w
+
+    def forward(self, x: Any) -> Any:
+        """Takes the vectors of the ids.
+
+        Raises:
+          TypeError: the ids are not integers.
+        """
+        if not jnp.issubdtype(x.dtype, jnp.integer):
+            raise TypeError(
+                f"Embedding needs integer ids, got {x.dtype}; give integer inputs, and "
+                "an integer signature to init(): ShapeDtype(shape, 'int32')."
+            )
+        y = jnp.take(self.weights, x, axis=0, mode="clip")
+        return y.astype(jnp.float32) if self._use_bfloat16 else y
+
+
+class Dropout(Layer):
+    """Sets random elements to 0 in training and scales the rest to keep the mean.
+
+    Source: Srivastava et al. 2014. `rate` is the chance of dropping. Has no state,
+    unlike Trax's.
+    """
+
+    def __init__(
+        self,
+        rate: float = 0.0,
+        shared_axes: Sequence[int] | None = None,
+        mode: str = "train",
+        name: str | None = None,
+    ) -> None:
+        """Makes a dropout layer.
+
+        Args:
+          rate: chance of an element to be dropped; at 0 no random number is drawn.
+          shared_axes: axes along which all elements are dropped or kept together.
+          mode: anything but 'train' makes it the identity.
+          name: name of the layer.
+
+        Raises:
+          ValueError: the rate is not in [0, 1).
+        """
+        super().__init__(name=name)
+        if not 0.0 <= rate < 1.0:
+            raise ValueError(
+                f"Dropout rate must be in [0, 1), got {rate}; it is the chance of "
+                "dropping, not of keeping."
+            )
+        self._rate = rate
+        self._shared_axes = tuple(shared_axes or ())
+        self._mode = mode
+
+    def forward(self, x: Any) -> Any:
+        """Drops elements, or returns x itself outside of training.
+
+        Raises:
+          ValueError: there is no random key.
+        """
+        if self._mode != "train" or self._rate == 0.0:
+            return x
+        rng = self.rng
+        if rng is None:
+            raise ValueError(
+                f"Dropout needs a random key in mode 'train' (rate {self._rate}), got "
+                "rng=None; pass rng=jax.random.key(seed), or build the model with "
+                "mode='eval'."
+            )
+        shape = list(x.shape)
+        for axis in self._shared_axes:
+            shape[axis] = 1
+        keep = jax.random.bernoulli(rng, 1.0 - self._rate, tuple(shape))
+        return jnp.where(keep, x / (1.0 - self._rate), 0.0).astype(x.dtype)
+
+
+class SummaryScalar(Layer):
+    """Returns its input and emits a number made from it for the training log.
+
+    Trainers write it under 'summary_{name}'. Unlike Trax's layer it has no state.
+    """
+
+    def __init__(self, name: str, aggregation_fun: Callable[..., Any] = jnp.mean):
+        """Makes a summary.
+
+        Args:
+          name: what the number is called.
+          aggregation_fun: makes a scalar from the input.
+        """
+        super().__init__(name=f"summary_{name}")
+        self._aggregation_fun = aggregation_fun
+
+    def forward(self, x: Any) -> Any:
+        """Emits the number."""
+        emit(self.name, self._aggregation_fun(x))
+        return x

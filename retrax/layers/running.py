@@ -1,0 +1,316 @@
+"""What is true while layers run: who holds which weights, under which key.
+
+Layers are ordinary objects, yet `init` and `pure_fn` must leave no trace in them when
+they raise, and no traced value ever. So while a layer runs, its weights, state and key
+live in a `Frame` of the current `Run`, not in the layer; the frames vanish with the
+run. Only a successful `init` writes frames back. `base.py` is the only caller.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from contextvars import ContextVar
+from typing import Any
+
+import jax
+
+from retrax.errors import LayerError
+from retrax.shapes import signature
+
+__all__ = [
+    "Frame",
+    "Run",
+    "batch_context",
+    "current_run",
+    "data_axis",
+    "emit",
+    "open_run",
+    "row_mask",
+]
+
+
+class Frame:
+    """Weights, state and key of one layer during one run."""
+
+    __slots__ = ("_child_rngs", "init_signature", "layer", "rng", "state", "weights")
+
+    def __init__(self, layer: Any, weights: Any, state: Any, rng: Any) -> None:
+        self.layer = layer
+        self.weights = weights
+        self.state = state
+        self.rng = rng
+        self.init_signature: Any = None
+        self._child_rngs: tuple[Any, ...] | None = None
+
+    def child_rngs(self) -> tuple[Any, ...]:
+        """Splits the key once over all sublayers; Nones when there is no key."""
+        n = len(self.layer.sublayers)
+        if self.rng is None:
+            return (None,) * n
+        if self._child_rngs is None:
+            self._child_rngs = split_rng(self.rng, n)
+        return self._child_rngs
+
+
+class _Trace:
+    """What nested runs share: the stack of running layers and the first failure."""
+
+    def __init__(self, observer: Any = None) -> None:
+        self.stack: list[tuple[Any, int | str | None]] = []
+        self.seen: list[dict[tuple[int, str], int]] = [{}]
+        self.failure: tuple[BaseException, dict[str, Any]] | None = None
+        self.observer = observer
+
+
+class Run:
+    """One call of `init` or `pure_fn` from outside, or one nested trace inside it."""
+
+    def __init__(self, kind: str, parent: Run | None, context: dict[str, Any]) -> None:
+        self.kind = kind
+        self.parent = parent
+        self.frames: dict[int, Frame] = {}
+        self.output_signatures: dict[int, tuple[Any, Any]] = {}
+        self.rerun: set[int] = set()
+        # State of layers found around this run, as it was when they were found.
+        self.outside: dict[int, Any] = {}
+        self.emitted: list[tuple[str, Any]] = []
+        observer = context.pop("observer", None)
+        if parent is None:
+            self.context = context
+            self.trace = _Trace(observer)
+        else:
+            self.context = {**parent.context, **context}
+            self.trace = parent.trace
+
+    def find(self, layer: Any) -> Frame | None:
+        """Returns the frame of `layer` in this run or else the runs around it."""
+        run: Run | None = self
+        while run is not None:
+            frame = run.frames.get(id(layer)) or run._from_ancestors(layer)
+            if frame is not None:
+                if run is not self:
+                    self.outside.setdefault(id(layer), frame.state)
+                return frame
+            run = run.parent
+        return None
+
+    def _from_ancestors(self, layer: Any) -> Frame | None:
+        """Makes a frame for a layer that only its ancestors' trees have met so far."""
+        for ancestor, _ in reversed(self.trace.stack):
+            held = self.frames.get(id(ancestor))
+            if held is None or not ancestor.sublayers:
+                continue
+            found = _descend(ancestor, layer, held.weights, held.state, held.rng)
+            if found is not None:
+                frame = Frame(layer, *found)
+                self.frames[id(layer)] = frame
+                return frame
+        return None
+
+    def check_no_lost_state(self) -> None:
+        """Refuses state changes of a shared layer that would end with this run."""
+        if self.parent is None:
+            return
+        for key in self.rerun & self.outside.keys():
+            frame = self.frames[key]
+            old, new = jax.tree.leaves(self.outside[key]), jax.tree.leaves(frame.state)
+            if [id(x) for x in old] != [id(x) for x in new]:
+                raise ValueError(
+                    f"the shared layer {frame.layer.name} changes its state inside a "
+                    "traced body (Scan, Cond, Chunk, Repeat) but is first used outside "
+                    "of it; use it only inside, or only outside."
+                )
+
+    def _direct(self, layer: Any) -> Frame | None:
+        run: Run | None = self
+        while run is not None:
+            if id(layer) in run.frames:
+                return run.frames[id(layer)]
+            run = run.parent
+        return None
+
+    @contextlib.contextmanager
+    def guard(self, layer: Any, function_name: str, inputs: Any) -> Iterator[None]:
+        """Turns an exception into one LayerError, raised at the outermost layer."""
+        trace = self.trace
+        trace.stack.append((layer, self._place(layer, function_name)))
+        trace.seen.append({})
+        try:
+            yield
+        except LayerError:
+            raise
+        except Exception as e:
+            if trace.failure is None or trace.failure[0] is not e:
+                frame = self._direct(layer)
+                weights = frame.weights if frame is not None else None
+                trace.failure = (e, _facts(trace, function_name, inputs, weights, e))
+            if len(trace.stack) == 1:
+                raise LayerError(**trace.failure[1]) from e
+            raise
+        finally:
+            trace.stack.pop()
+            trace.seen.pop()
+
+    def _place(self, layer: Any, function_name: str) -> int | str | None:
+        """Which child of the running layer this is; a shared one counts its calls."""
+        if not self.trace.stack:
+            return None
+        parent = self.trace.stack[-1][0]
+        if parent.__dict__.get("_template") is layer:
+            return "block"
+        places = [i for i, s in enumerate(parent.sublayers) if s is layer]
+        calls = self.trace.seen[-1]
+        count = calls.get((id(layer), function_name), 0)
+        calls[id(layer), function_name] = count + 1
+        return places[min(count, len(places) - 1)] if places else None
+
+
+_CURRENT: ContextVar[Run | None] = ContextVar("retrax_run", default=None)
+
+
+def current_run() -> Run | None:
+    """Returns the innermost run of this thread, or None outside of all layers."""
+    return _CURRENT.get()
+
+
+@contextlib.contextmanager
+def open_run(kind: str, **context: Any) -> Iterator[Run]:
+    """Opens a run inside the current one, if any; its frames end with the block."""
+    run = Run(kind, _CURRENT.get(), context)
+    token = _CURRENT.set(run)
+    try:
+        yield run
+    finally:
+        _CURRENT.reset(token)
+
+
+def batch_context(
+    axis_name: str | None = None, row_mask: Any = None
+) -> contextlib.AbstractContextManager[Run]:
+    """Tells the layers that run in this block how the batch is laid out.
+
+    Args:
+      axis_name: name of the device axis that the batch is split over; None if whole.
+      row_mask: (batch,) float, 0 for rows that are padding; None if all are real.
+    """
+    return open_run("forward", axis_name=axis_name, row_mask=row_mask)
+
+
+def split_rng(rng: Any, n: int) -> tuple[Any, ...]:
+    """Splits a key into a tuple of n keys."""
+    return tuple(jax.random.split(rng, n)) if n else ()
+
+
+def emit(name: str, value: Any) -> None:
+    """Hands a value out of the running model, beside its outputs.
+
+    `Layer.apply` returns what was emitted; other callers do not see it. Values emitted
+    inside a nested trace (the body of a scan) stay there.
+    """
+    run = _CURRENT.get()
+    if run is not None:
+        run.emitted.append((name, value))
+
+
+def data_axis() -> str | None:
+    """Returns the name of the device axis that the batch is split over, if any."""
+    run = _CURRENT.get()
+    return None if run is None else run.context.get("axis_name")
+
+
+def row_mask() -> Any:
+    """Returns the mask of real rows, (batch,) float of 0s and 1s; None if all are real.
+
+    Rows are masked when a batch was padded to divide over devices or micro-batches.
+    A layer that mixes rows of the batch has to heed it.
+    """
+    run = _CURRENT.get()
+    return None if run is None else run.context.get("row_mask")
+
+
+def _descend(
+    layer: Any, wanted: Any, weights: Any, state: Any, rng: Any
+) -> tuple[Any, Any, Any] | None:
+    """Finds the first place of `wanted` under `layer`: (weights, state, rng)."""
+    n = len(layer.sublayers)
+    if not isinstance(weights, (tuple, list)) or len(weights) < n:
+        return None
+    if not isinstance(state, (tuple, list)) or len(state) < n:
+        return None
+    rngs = (None,) * n if rng is None else split_rng(rng, n)
+    for i, child in enumerate(layer.sublayers):
+        if child is wanted and not _is_marker(weights[i]):
+            return weights[i], state[i], rngs[i]
+        found = _descend(child, wanted, weights[i], state[i], rngs[i])
+        if found is not None:
+            return found
+    return None
+
+
+def _is_marker(weights: Any) -> bool:
+    """Whether the wanted layer's values are at another, earlier place."""
+    return isinstance(weights, dict) and any(
+        str(key).startswith("__marker_for_cached") for key in weights
+    )
+
+
+def _facts(
+    trace: _Trace, function_name: str, inputs: Any, weights: Any, e: BaseException
+) -> dict[str, Any]:
+    layer = trace.stack[-1][0]
+    got = _signature_or_none(inputs)
+    expected = layer.__dict__.get("_init_signature")
+    lines = str(e).strip().splitlines() or [""]
+    return dict(
+        path=_path_text(trace.stack),
+        layer_name=layer.name,
+        function_name=function_name,
+        created_at=layer.created_at,
+        cause=f"{type(e).__name__}: {lines[0]}".rstrip(": "),
+        expected=expected if function_name == "pure_fn" else None,
+        got=got,
+        weights_signature=_signature_or_none(weights) or None,
+        hint=_hint(layer, function_name, expected, got, weights),
+    )
+
+
+def _hint(
+    layer: Any, function_name: str, expected: Any, got: Any, weights: Any
+) -> str | None:
+    if function_name != "pure_fn":
+        return None
+    if expected is None and weights == () and layer.has_weights:
+        return "the layer has no weights yet: call init(signature(inputs)) first."
+    if expected is not None and got is not None and _ranks(expected) != _ranks(got):
+        return "the inputs differ in rank or number from those at init."
+    return None
+
+
+def _ranks(sig: Any) -> Any:
+    if isinstance(sig, (tuple, list)):
+        return [_ranks(s) for s in sig]
+    return len(sig.shape)
+
+
+def _signature_or_none(tree: Any) -> Any:
+    try:
+        return signature(tree)
+    except TypeError:
+        return None
+
+
+def _path_text(stack: list[tuple[Any, int | str | None]]) -> str:
+    parts = []
+    for depth, (layer, _) in enumerate(stack):
+        kind = type(layer).__name__
+        if depth + 1 < len(stack):
+            place = stack[depth + 1][1]
+            parts.append(f"{kind}[{'?' if place is None else place}]")
+        elif layer.name == kind or layer.name.startswith(kind + "_"):
+            parts.append(layer.name)
+        elif kind == "PureLayer":
+            parts.append(layer.name)
+        else:
+            parts.append(f"{kind} '{layer.name}'")
+    return " > ".join(parts)
