@@ -1,8 +1,8 @@
 """Layers: what a model is made of.
 
-Order of the modules: `running`, `base`, `initializers`, `weighted`; then the families
-of layers; `combinators` and `control` join them; `tree`, `summary` and `files` read
-models.
+Order of the modules: `running`, `holder`, `base`; `stack` and `weighted` on them; the
+families of layers; `combinators` and `control` join them; `tree`, `summary` and
+`files` read models.
 """
 
 from retrax.layers import tree
@@ -37,25 +37,12 @@ from retrax.layers.base import (
     to_list,
 )
 from retrax.layers.combinators import (
-    Add,
     Branch,
-    Concatenate,
-    Drop,
-    Dup,
-    FlattenList,
     Freeze,
-    Gate,
-    Multiply,
     Parallel,
     Residual,
-    Select,
     Serial,
     SerialWithSideOutputs,
-    Split,
-    SubtractTop,
-    Swap,
-    inputs_from_stack,
-    outputs_onto_stack,
 )
 from retrax.layers.control import (
     BatchLeadingAxes,
@@ -143,6 +130,20 @@ from retrax.layers.metrics import (
 from retrax.layers.normalization import BatchNorm, FilterResponseNorm, LayerNorm
 from retrax.layers.running import data_axis, emit, row_mask
 from retrax.layers.sources import RandomUniform, Weights
+from retrax.layers.stack import inputs_from_stack, outputs_onto_stack
+from retrax.layers.stack_layers import (
+    Add,
+    Concatenate,
+    Drop,
+    Dup,
+    FlattenList,
+    Gate,
+    Multiply,
+    Select,
+    Split,
+    SubtractTop,
+    Swap,
+)
 from retrax.layers.weighted import WeightedMean
 
 __all__ = [

@@ -10,32 +10,25 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import jax.numpy as jnp
-
-from retrax.layers.base import Fn, Layer, PureLayer, to_list
-from retrax.layers.running import current_run
-from retrax.shapes import ShapeDtype, signature
+from retrax.layers.base import Layer, to_list
+from retrax.layers.stack import (
+    child_rngs,
+    ensure_layers,
+    inputs_from_stack,
+    no_layer,
+    outputs_onto_stack,
+    packed,
+    remember_output,
+)
+from retrax.layers.stack_layers import Add, Select
 
 __all__ = [
-    "Add",
     "Branch",
-    "Concatenate",
-    "Drop",
-    "Dup",
-    "FlattenList",
     "Freeze",
-    "Gate",
-    "Multiply",
     "Parallel",
     "Residual",
-    "Select",
     "Serial",
     "SerialWithSideOutputs",
-    "Split",
-    "SubtractTop",
-    "Swap",
-    "inputs_from_stack",
-    "outputs_onto_stack",
 ]
 
 
@@ -148,7 +141,7 @@ class Parallel(Layer):
             weights.append(w)
             states.append(s)
         self.weights, self.state = tuple(weights), tuple(states)
-        remember_output(self, input_signature, _packed(outputs))
+        remember_output(self, input_signature, packed(outputs))
 
     def forward(self, inputs: Any) -> Any:
         """Runs every sublayer on its own part of the inputs."""
@@ -166,7 +159,7 @@ class Parallel(Layer):
             outputs.extend(to_list(y) if layer.n_out != 1 else [y])
             states.append(s)
         self.state = tuple(states)
-        return _packed(outputs)
+        return packed(outputs)
 
     def _parts(self, inputs: Any) -> list[Any]:
         rest = inputs if isinstance(inputs, (tuple, list)) else (inputs,)
@@ -207,116 +200,6 @@ def Residual(*layers: Any, shortcut: Any = None) -> Layer:
     flat = ensure_layers(layers, "Residual")
     layer = flat[0] if len(flat) == 1 else Serial(flat)
     return Serial(Branch(shortcut, layer), Add())
-
-
-def Select(
-    indices: Sequence[int], n_in: int | None = None, name: str | None = None
-) -> Layer:
-    """Replaces the top n_in stack items by those at `indices`, in that order.
-
-    Args:
-      indices: positions in the stack, 0 being the top; an item may be taken repeatedly.
-      n_in: number of items taken off; by default just enough for the indices.
-      name: name of the layer.
-
-    Example: `Select([0], n_in=2)` drops the second item.
-    """
-    indices = [int(i) for i in indices]
-    needed = max(indices, default=-1) + 1
-    n_in = needed if n_in is None else n_in
-    if n_in < needed or min(indices, default=0) < 0:
-        raise ValueError(
-            f"Select({indices}, n_in={n_in}) reaches outside of its {n_in} inputs; "
-            f"indices go from 0 to {n_in - 1}."
-        )
-
-    def select(xs: Any) -> Any:
-        xs = xs if isinstance(xs, (tuple, list)) else (xs,)
-        return _packed([xs[i] for i in indices])
-
-    name = name or f"Select{indices}".replace(" ", "")
-    return PureLayer(select, n_in=n_in, n_out=len(indices), name=name)
-
-
-def Drop() -> Layer:
-    """Drops the top item of the stack."""
-    return Fn("Drop", lambda x: (), n_out=0)
-
-
-def Dup() -> Layer:
-    """Duplicates the top item of the stack."""
-    return Fn("Dup", lambda x: (x, x), n_out=2)
-
-
-def Swap() -> Layer:
-    """Swaps the top two items of the stack."""
-    return Fn("Swap", lambda x0, x1: (x1, x0), n_out=2)
-
-
-def Add() -> Layer:
-    """Adds two tensors."""
-    return Fn("Add", lambda x0, x1: x0 + x1)
-
-
-def SubtractTop() -> Layer:
-    """Subtracts the top tensor from the second one."""
-    return Fn("SubtractTop", lambda x0, x1: x1 - x0)
-
-
-def Multiply() -> Layer:
-    """Multiplies two tensors, element by element."""
-    return Fn("Multiply", lambda x0, x1: x0 * x1)
-
-
-def Gate() -> Layer:
-    """Mixes (memory, gate, candidate) to gate * memory + (1 - gate) * candidate."""
-    return Fn("Gate", lambda m, g, c: g * m + (1.0 - g) * c)
-
-
-def FlattenList() -> Layer:
-    """Flattens nested tuples and lists of tensors into one tuple."""
-
-    def flatten(xs: Any) -> list[Any]:
-        if isinstance(xs, (tuple, list)):
-            return [x for item in xs for x in flatten(item)]
-        return [xs]
-
-    return Fn("FlattenList", lambda xs: tuple(flatten(xs)))
-
-
-class Concatenate(Layer):
-    """Concatenates n_items tensors along one axis."""
-
-    def __init__(self, n_items: int = 2, axis: int = -1) -> None:
-        name = "Concatenate" if axis == -1 else f"Concatenate_axis{axis}"
-        super().__init__(n_in=n_items, name=name)
-        self._axis = axis
-
-    def forward(self, xs: Any) -> Any:
-        """Concatenates the tensors."""
-        return jnp.concatenate(to_list(xs), self._axis)
-
-
-class Split(Layer):
-    """Splits a tensor into n_items equal parts along one axis."""
-
-    def __init__(self, n_items: int = 2, axis: int = -1) -> None:
-        super().__init__(n_out=n_items)
-        self._axis = axis
-
-    def forward(self, x: Any) -> Any:
-        """Splits the tensor.
-
-        Raises:
-          ValueError: the axis does not divide by n_items.
-        """
-        size = x.shape[self._axis]
-        if size % self.n_out:
-            raise ValueError(
-                f"Split cannot cut axis {self._axis} of size {size} into "
-                f"{self.n_out} equal parts."
-            )
-        return _packed(jnp.split(x, self.n_out, self._axis))
 
 
 class SerialWithSideOutputs(Layer):
@@ -396,7 +279,7 @@ class SerialWithSideOutputs(Layer):
             n_main = len(outputs) - n_side
             side.extend(outputs[n_main:])
             stack = tuple(outputs[:n_main] + items[layer.n_in :])
-        return _packed([*to_list(stack), *side])
+        return packed([*to_list(stack), *side])
 
 
 def Freeze(*layers: Any) -> Layer:
@@ -410,83 +293,11 @@ def Freeze(*layers: Any) -> Layer:
     return layer
 
 
-# --- For combinators, also those of users -------------------------------------------
-
-
-def inputs_from_stack(stack: Any, n: int) -> Any:
-    """Returns the top n items of the stack; one item is returned bare."""
-    items = stack if isinstance(stack, (tuple, list)) else (stack,)
-    if n > len(items):
-        raise ValueError(
-            f"{n} inputs are needed but the data stack holds {len(items)}: does the "
-            "batch have enough parts, and do the layers before leave enough outputs?"
-        )
-    return items[0] if n == 1 else tuple(items[:n])
-
-
-def outputs_onto_stack(outputs: Any, stack: Any, n: int) -> Any:
-    """Returns the stack with its top n items replaced by `outputs`; bare if one."""
-    items = stack if isinstance(stack, (tuple, list)) else (stack,)
-    return _packed([*to_list(outputs), *items[n:]])
-
-
-def child_rngs(layer: Layer) -> tuple[Any, ...]:
-    """Returns one key per sublayer of the running layer, Nones if it runs without."""
-    run = current_run()
-    frame = None if run is None else run.find(layer)
-    if frame is None:
-        return (None,) * len(layer.sublayers)
-    return frame.child_rngs()
-
-
-def remember_output(layer: Layer, input_signature: Any, outputs: Any) -> None:
-    """Notes output signatures found by init, so that nobody has to trace for them."""
-    run = current_run()
-    if run is not None and run.kind == "init":
-        run.output_signatures[id(layer)] = (input_signature, signature(outputs))
-
-
-def ensure_layers(items: Any, where: str) -> list[Layer]:
-    """Flattens nested lists and tuples of layers; None items vanish.
-
-    Raises:
-      TypeError: an item is no layer; says which, what it is and what helps.
-    """
-    flat: list[Any] = []
-
-    def add(item: Any) -> None:
-        if isinstance(item, (tuple, list)):
-            for x in item:
-                add(x)
-        elif item is not None:
-            flat.append(item)
-
-    add(items)
-    for i, item in enumerate(flat):
-        if not isinstance(item, Layer):
-            raise TypeError(f"{where}: item {i} is no layer but {_what_instead(item)}")
-    return flat
-
-
-def _what_instead(item: Any) -> str:
-    if isinstance(item, type) and issubclass(item, Layer):
-        return f"the class {item.__name__}; make an instance: {item.__name__}(...)."
-    if isinstance(item, ShapeDtype) or hasattr(item, "shape"):
-        return f"an array or signature ({type(item).__name__}); pass it to init()."
-    if callable(item):
-        name = getattr(item, "__name__", type(item).__name__)
-        return (
-            f"the function {name}; call it if it makes a layer, {name}(...), or wrap "
-            f"it: Fn('{name}', {name})."
-        )
-    return f"{item!r} of type {type(item).__name__}."
-
-
 def _layer_or_serial(item: Any, place: int) -> Layer:
     if item is None or isinstance(item, (tuple, list)):
         return Serial(item)
     if not isinstance(item, Layer):
-        raise TypeError(f"item {place} is no layer but {_what_instead(item)}")
+        raise TypeError(f"item {place} is no layer but {no_layer(item)}")
     return item
 
 
@@ -500,7 +311,3 @@ def _arities(layers: Sequence[Layer]) -> tuple[int, int]:
         needed = max(needed, depth)
         depth -= layer.n_out
     return needed, needed - depth
-
-
-def _packed(items: Sequence[Any]) -> Any:
-    return items[0] if len(items) == 1 else tuple(items)

@@ -16,17 +16,16 @@ import jax
 import jax.numpy as jnp
 
 from retrax.layers.base import Layer, to_list
-from retrax.layers.combinators import (
-    Branch,
-    Concatenate,
-    Serial,
+from retrax.layers.combinators import Branch, Serial
+from retrax.layers.repeat import Repeat
+from retrax.layers.scan import Chunk, Scan, check_state_kept, for_each, packed
+from retrax.layers.stack import (
     child_rngs,
     inputs_from_stack,
     outputs_onto_stack,
     remember_output,
 )
-from retrax.layers.repeat import Repeat
-from retrax.layers.scan import Chunk, Scan, check_state_kept, for_each, packed
+from retrax.layers.stack_layers import Concatenate
 from retrax.shapes import ShapeDtype
 
 __all__ = [

@@ -16,8 +16,9 @@ import jax.numpy as jnp
 
 from retrax import trees
 from retrax.layers.base import Layer, State, Weights, to_list
-from retrax.layers.combinators import Serial, ensure_layers, remember_output
+from retrax.layers.combinators import Serial
 from retrax.layers.running import current_run, open_run
+from retrax.layers.stack import ensure_layers, remember_output
 from retrax.shapes import signature
 
 __all__ = ["Repeat"]

@@ -197,6 +197,16 @@ def batch_context(
     return open_run("forward", axis_name=axis_name, row_mask=row_mask)
 
 
+@contextlib.contextmanager
+def outside_of_runs() -> Iterator[None]:
+    """Lets the block see what layers store, as from outside of all runs."""
+    token = _CURRENT.set(None)
+    try:
+        yield
+    finally:
+        _CURRENT.reset(token)
+
+
 def split_rng(rng: Any, n: int) -> tuple[Any, ...]:
     """Splits a key into a tuple of n keys."""
     return tuple(jax.random.split(rng, n)) if n else ()

@@ -15,7 +15,8 @@ import jax.numpy as jnp
 
 from retrax import trees
 from retrax.layers.base import Layer, PureLayer, State, to_list
-from retrax.layers.combinators import Serial, remember_output
+from retrax.layers.combinators import Serial
+from retrax.layers.stack import remember_output
 from retrax.shapes import ShapeDtype, signature
 
 __all__ = ["Chunk", "Scan"]

@@ -10,25 +10,26 @@ import pytest
 from retrax.errors import LayerError
 from retrax.layers.base import Fn, Layer, PureLayer
 from retrax.layers.combinators import (
-    Add,
     Branch,
+    Freeze,
+    Parallel,
+    Residual,
+    Serial,
+    SerialWithSideOutputs,
+)
+from retrax.layers.stack import inputs_from_stack, outputs_onto_stack
+from retrax.layers.stack_layers import (
+    Add,
     Concatenate,
     Drop,
     Dup,
     FlattenList,
-    Freeze,
     Gate,
     Multiply,
-    Parallel,
-    Residual,
     Select,
-    Serial,
-    SerialWithSideOutputs,
     Split,
     SubtractTop,
     Swap,
-    inputs_from_stack,
-    outputs_onto_stack,
 )
 from retrax.shapes import ShapeDtype
 

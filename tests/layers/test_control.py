@@ -10,7 +10,7 @@ import pytest
 from retrax.errors import LayerError
 from retrax.layers import tree
 from retrax.layers.base import GET_WEIGHTS_FROM_CACHE, Fn, Layer, PureLayer
-from retrax.layers.combinators import Add, Freeze, Multiply, Residual, Serial
+from retrax.layers.combinators import Freeze, Residual, Serial
 from retrax.layers.control import (
     BatchLeadingAxes,
     Bidirectional,
@@ -20,6 +20,7 @@ from retrax.layers.control import (
     Repeat,
     Scan,
 )
+from retrax.layers.stack_layers import Add, Multiply
 from retrax.shapes import ShapeDtype, signature
 
 KEY = jax.random.key(5)
