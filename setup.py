@@ -12,7 +12,7 @@ VERSION = next(
 )
 
 BENCH = ["flax", "equinox", "dm-haiku", "keras"]
-TEST = ["pytest", "pytest-xdist", "scikit-learn", "ruff", "pyright"]
+TEST = ["pytest", "pytest-xdist", "scikit-learn", "ruff", "pyright[nodejs]"]
 
 setup(
     name="retrax",

@@ -5,6 +5,7 @@ The file is a checkpoint (`retrax.storage`), so a trainer's checkpoint serves to
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -17,7 +18,7 @@ from retrax.layers import tree as layer_tree
 from retrax.layers.base import Layer
 from retrax.shapes import ShapeDtype, signature
 
-__all__ = ["init_from_file", "load_tree", "save_to_file"]
+__all__ = ["init_from_file", "load_tree", "load_trees", "save_to_file"]
 
 
 def save_to_file(
@@ -77,17 +78,48 @@ def init_from_file(
             f"{file_name} does not say for which inputs the weights are; pass "
             "input_signature=."
         )
-    weights = load_tree(layer, weights, payload["weights"], strict, rename)
-    if not weights_only:
-        if "state" not in payload:
-            raise CheckpointError(
-                f"{file_name} was saved with weights_only=True; load it so too."
-            )
-        state = load_tree(layer, state, payload["state"], strict, rename)
+    if not weights_only and "state" not in payload:
+        raise CheckpointError(
+            f"{file_name} was saved with weights_only=True; load it so too."
+        )
+    saved_state = None if weights_only else payload["state"]
+    weights, state = load_trees(
+        layer, (weights, state), (payload["weights"], saved_state), strict, rename
+    )
     if input_signature is not None:
         layer.init(input_signature)  # For the signatures errors tell; values follow.
     layer.weights, layer.state = weights, state
     return layer.weights, layer.state
+
+
+def load_trees(
+    layer: Layer,
+    like: tuple[Any, Any],
+    saved: tuple[dict[str, Any], dict[str, Any] | None],
+    strict: bool,
+    rename: Any = None,
+) -> tuple[Any, Any]:
+    """Returns (weights, state) structured as `like`, with the saved values by path.
+
+    Args:
+      layer: the layer they are of.
+      like: its weights and state.
+      saved: weights and state by path; state None keeps that of `like`.
+      strict: everything must match; else what does not keeps the values of `like`.
+      rename: from saved paths to the layer's, for both: a dict need not fit in both.
+    """
+    for_weights = for_state = rename
+    if isinstance(rename, Mapping) and saved[1] is not None:
+        for_state = {k: v for k, v in rename.items() if _occurs(k, saved[1])}
+        for_weights = {
+            k: v
+            for k, v in rename.items()
+            if _occurs(k, saved[0]) or k not in for_state
+        }
+    weights = load_tree(layer, like[0], saved[0], strict, for_weights)
+    if saved[1] is None:
+        return weights, like[1]
+    return weights, load_tree(layer, like[1], saved[1], strict, for_state)
 
 
 def load_tree(
@@ -102,6 +134,10 @@ def load_tree(
     found = storage.match(named, saved, strict=strict, rename=rename)
     arrays = {path: jnp.asarray(found.get(path, leaf)) for path, leaf in named.items()}
     return layer_tree.rebuild(layer, tree, arrays)
+
+
+def _occurs(prefix: str, saved: dict[str, Any]) -> bool:
+    return any(p == prefix or p.startswith(prefix + "/") or not prefix for p in saved)
 
 
 def _signature_for(layer: Layer, payload: dict[str, Any]) -> Any:

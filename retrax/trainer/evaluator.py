@@ -1,0 +1,189 @@
+"""`Evaluator`: exact means of metrics over a finite set of batches.
+
+Each metric of a batch is a mean with a weight, and the result is the weighted mean of
+all, summed in float64 on the host. So neither a smaller last batch nor the number of
+devices changes a result. Nothing is trained and no model state changes here.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from retrax.errors import DataError
+from retrax.layers.base import Layer
+from retrax.layers.running import batch_context
+from retrax.layers.stack import inputs_from_stack, outputs_onto_stack
+from retrax.shapes import signature
+from retrax.trainer.devices import Devices
+from retrax.trainer.padding import pad_rows
+
+__all__ = ["Evaluator"]
+
+
+class Evaluator:
+    """Evaluates a model by metric layers.
+
+    A metric takes its inputs from the data stack that the model leaves: its outputs,
+    then the rest of the batch (targets, weights).
+    """
+
+    def __init__(
+        self,
+        model: Layer,
+        metrics: Mapping[str, Layer],
+        devices: Devices | None = None,
+    ) -> None:
+        """Makes an evaluator.
+
+        Args:
+          model: layer in mode 'eval'; its weights are given at each evaluation.
+          metrics: name -> metric layer without weights.
+          devices: where to run; one device by default.
+
+        Raises:
+          TypeError: a metric is no layer.
+        """
+        for name, metric in metrics.items():
+            if not isinstance(metric, Layer):
+                hint = (
+                    f" Make an instance: {metric.__name__}()."
+                    if isinstance(metric, type) or callable(metric)
+                    else ""
+                )
+                raise TypeError(
+                    f"metric {name!r} must be a layer, got {metric!r}.{hint}"
+                )
+        self._model = model
+        self._metrics = dict(metrics)
+        self._devices = devices or Devices(1)
+        self._compiled: dict[bool, Any] = {}
+        self._maskable: bool | None = None
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the metrics."""
+        return list(self._metrics)
+
+    def evaluate(
+        self,
+        batches: Iterable[tuple[Any, ...]],
+        weights: Any,
+        state: Any,
+        rng: Any = None,
+        n_batches: int | None = None,
+    ) -> dict[str, float]:
+        """Computes each metric over the batches.
+
+        Args:
+          batches: tuples of arrays; each is read once.
+          weights: weights of the model.
+          state: state of the model.
+          rng: key for layers that draw random numbers even in evaluation.
+          n_batches: at most so many; None takes all.
+
+        Returns:
+          name -> mean, weighted by what each metric says its batch weighs; 0 where
+          nothing weighs anything.
+
+        Raises:
+          DataError: there is no batch at all.
+        """
+        rng = jax.random.key(0) if rng is None else rng
+        sums = []
+        for i, batch in enumerate(itertools.islice(batches, n_batches)):
+            sums.append(self._batch_sums(batch, weights, state, rng, i))
+        if not sums:
+            raise DataError("evaluation got no batch: is the evaluation set empty?")
+        totals = {name: np.zeros(2) for name in self._metrics}
+        for batch_sums in jax.device_get(sums):
+            for name, pair in batch_sums.items():
+                totals[name] += np.asarray(pair, np.float64)
+        return {n: float(v / w) if w else 0.0 for n, (v, w) in totals.items()}
+
+    def _batch_sums(
+        self, batch: tuple[Any, ...], weights: Any, state: Any, rng: Any, i: int
+    ) -> Any:
+        split, mask = True, None
+        n_pad = -batch[0].shape[0] % self._devices.n
+        if n_pad:
+            if self._maskable is None:
+                self._maskable = self._can_mask(batch, weights, state)
+            split = self._maskable
+            if split:
+                batch, mask = pad_rows(batch, n_pad)
+        if split not in self._compiled:
+            # Devices that all take the whole batch have nothing to join.
+            axis = self._devices.axis if split else None
+            self._compiled[split] = self._devices.compile(
+                functools.partial(self._step, axis), donate=False, split=split
+            )
+        shared = (weights, state, rng, np.int32(i))
+        return self._compiled[split]((), shared, (tuple(batch), mask))[1]
+
+    def _step(
+        self, axis: str | None, carry: Any, shared: Any, xs: Any
+    ) -> tuple[Any, Any]:
+        weights, state, rng, i = shared
+        batch, mask = xs
+        rng = jax.random.fold_in(rng, i)
+        if axis is not None:
+            rng = jax.random.fold_in(rng, jax.lax.axis_index(axis))
+        with batch_context(axis, mask):
+            pairs = self._values(batch, weights, state, rng)
+        sums = {}
+        for name, (value, weight) in pairs.items():
+            weight = jnp.float32(batch[0].shape[0] if weight is None else weight)
+            pair = jnp.stack([value.astype(jnp.float32) * weight, weight])
+            sums[name] = pair if axis is None else jax.lax.psum(pair, axis)
+        return carry, sums
+
+    def _values(
+        self, batch: Any, weights: Any, state: Any, rng: Any
+    ) -> dict[str, tuple[Any, Any]]:
+        """Returns name -> (value, weight or None) for one batch."""
+        inputs = inputs_from_stack(tuple(batch), self._model.n_in)
+        outputs, _ = self._model.pure_fn(inputs, weights, state, rng)
+        stack = outputs_onto_stack(outputs, tuple(batch), self._model.n_in)
+        values = {}
+        for name, metric in self._metrics.items():
+            n_have = len(stack) if isinstance(stack, tuple) else 1
+            if n_have < metric.n_in:
+                raise DataError(
+                    f"metric {name!r} ({metric!r}) takes {metric.n_in} inputs but the "
+                    f"model's outputs and the rest of the batch are {n_have}: does the "
+                    "batch lack example weights (data.AddLossWeights)?"
+                )
+            x = inputs_from_stack(stack, metric.n_in)
+            metric_weights, metric_state = _init_metric(metric, x)
+            value, _, emitted = metric.apply(x, metric_weights, metric_state, rng)
+            found = [v for what, v in emitted if what == "weight"]
+            values[name] = (value, found[-1] if found else None)
+        return values
+
+    def _can_mask(self, batch: Any, weights: Any, state: Any) -> bool:
+        """Whether every metric says what a batch weighs when rows are masked."""
+        all_weigh: list[bool] = []
+
+        def probe(weights: Any, state: Any, rng: Any, mask: Any, batch: Any) -> Any:
+            with batch_context(None, mask):
+                values = self._values(batch, weights, state, rng)
+            all_weigh.append(all(w is not None for _, w in values.values()))
+            return {name: v for name, (v, _) in values.items()}
+
+        mask = np.ones(batch[0].shape[0], np.float32)
+        jax.eval_shape(probe, weights, state, jax.random.key(0), mask, tuple(batch))
+        return all_weigh[0]
+
+
+def _init_metric(metric: Layer, x: Any) -> tuple[Any, Any]:
+    """Metrics hold no weights, but their trees have the shape of their sublayers."""
+    if not metric.sublayers:
+        return (), ()
+    return metric.init(signature(x), rng=jax.random.key(0))

@@ -1,0 +1,406 @@
+"""The one update step: where gradients come from, and what is done with them.
+
+`from_loss`, `from_vjp` and `from_reverse` make gradient functions; `build_update` turns
+any of them and an optimizer into an update. Compiling it is left to `devices`.
+Nothing here holds values: all is called while tracing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from retrax import trees
+from retrax.errors import ConfigError
+from retrax.optimizers import l2_norm
+
+__all__ = [
+    "Aux",
+    "Carry",
+    "Reduce",
+    "build_update",
+    "from_loss",
+    "from_reverse",
+    "from_vjp",
+    "step_rngs",
+]
+
+
+class Aux(NamedTuple):
+    """What a loss or gradient function tells beside its main result.
+
+    Attributes:
+      state: new model state.
+      loss: the loss, already multiplied by this replica's share; set by `from_loss`.
+      weight: sum of the loss weights on this replica, () float; None if every replica
+        and micro-batch weighs the same.
+      metrics: name -> scalar, or (mean, weight) pairs that are reduced by weight.
+      inputs: what a block passes to the block before: (inputs, cotangent) or cotangent.
+    """
+
+    state: Any = ()
+    loss: Any = None
+    weight: Any = None
+    metrics: Any = {}
+    inputs: Any = None
+
+
+class Carry(NamedTuple):
+    """What goes round from step to step; its memory is given to the next one.
+
+    Attributes:
+      weights: all weights, trained or not.
+      state: model state.
+      slots: what the optimizer remembers of the trained weights.
+      n_skipped: () int32, steps skipped because a gradient was not finite.
+      weights_l2: () float32, norm of the trained weights. It is computed when they are
+        made, since reading weights that a step overwrites would cost a copy of them.
+    """
+
+    weights: Any
+    state: Any
+    slots: Any
+    n_skipped: Any
+    weights_l2: Any
+
+
+GradFn = Callable[..., tuple[Any, Aux]]
+
+
+class Reduce:
+    """How replicas agree on gradients, losses and metrics.
+
+    Args:
+      axis: name of the device axis, None on one device.
+      n: number of devices on it.
+      kind: 'weight': sum(g_r * n_r) / sum(n_r) with n_r the sum of the loss weights, so
+        that several devices equal one also when weights are uneven; 'mean': plain mean
+        over replicas (Trax); 'adasum': the sum that counts common directions once
+        (arXiv 2006.02924), for a power of two of devices.
+    """
+
+    KINDS = ("weight", "mean", "adasum")
+
+    def __init__(
+        self, axis: str | None = None, n: int = 1, kind: str = "weight"
+    ) -> None:
+        if kind not in self.KINDS:
+            raise ConfigError(f"reduce must be one of {self.KINDS}, got {kind!r}.")
+        if kind == "adasum" and n & (n - 1):
+            raise ConfigError(f"adasum needs a power of two of devices, got {n}.")
+        self.axis, self.n, self.kind = axis, n, kind
+
+    def share(self, weight: Any) -> Any:
+        """The part of this replica's loss in the loss of the whole batch."""
+        if self.axis is None or self.kind == "adasum":
+            return 1.0
+        if self.kind == "mean" or weight is None:
+            return 1.0 / self.n
+        return _ratio(weight, jax.lax.psum(weight, self.axis))
+
+    def total(self, weight: Any) -> Any:
+        """The weight of the whole batch; 1 where nothing weighs."""
+        if weight is None or self.kind != "weight":
+            return jnp.float32(1.0)
+        return jax.lax.stop_gradient(self.sum(jnp.float32(weight)))
+
+    def sum(self, tree: Any) -> Any:
+        """Adds up over replicas."""
+        return tree if self.axis is None else jax.lax.psum(tree, self.axis)
+
+    def losses(self, loss: Any) -> Any:
+        """Joins losses that carry their share."""
+        return self.sum(loss) / (self.n if self.kind == "adasum" else 1)
+
+    def gradients(self, grads: Any) -> Any:
+        """Joins gradients of losses that carry their share."""
+        if self.axis is None:
+            return grads
+        if self.kind != "adasum":
+            return jax.lax.psum(grads, self.axis)
+        return jax.tree.map(lambda g: _adasum(jax.lax.all_gather(g, self.axis)), grads)
+
+    def key(self, rng: Any) -> Any:
+        """Gives each replica its own random key."""
+        if self.axis is None:
+            return rng
+        return jax.random.fold_in(rng, jax.lax.axis_index(self.axis))
+
+    def state(self, new: Any, old: Any, sync: list[str | None]) -> Any:
+        """Joins model state by each leaf's declared `state_sync`."""
+        if self.axis is None:
+            return new
+        leaves, treedef = jax.tree.flatten(new)
+        joined = []
+        for x, before, how in zip(leaves, jax.tree.leaves(old), sync, strict=True):
+            if how == "sum":
+                x = before + jax.lax.psum(x - before, self.axis)
+            elif how == "mean" and jnp.issubdtype(x.dtype, jnp.floating):
+                x = jax.lax.pmean(x, self.axis)
+            joined.append(x)
+        return treedef.unflatten(joined)
+
+
+def step_rngs(rng: Any, step: Any) -> tuple[Any, Any]:
+    """Derives a step's keys from the run's key: (forward key, backward key).
+
+    The keys depend on the run's key and the step number only, never on what was drawn
+    before, so evaluating more often or resuming changes no key.
+    """
+    rest, forward = jax.random.split(jax.random.fold_in(rng, step))
+    return forward, jax.random.split(rest)[1]
+
+
+# --- Gradient sources: grad_fn(weights, state, rng, *xs) -> (grads, Aux) --------------
+
+
+def from_loss(loss_fn: Callable[..., tuple[Any, Aux]], reduce: Reduce) -> GradFn:
+    """Gradients of a whole model.
+
+    Args:
+      loss_fn: function of (weights, state, rng, batch) that returns (loss, Aux) with
+        the new state and the loss weight of this replica's part of the batch.
+      reduce: gives the share that this part has in the whole.
+
+    Raises:
+      ValueError: the loss is no scalar.
+    """
+
+    def grad_fn(weights: Any, state: Any, rng: Any, batch: Any) -> tuple[Any, Aux]:
+        def shared_loss(w: Any) -> tuple[Any, Aux]:
+            loss, aux = loss_fn(w, state, rng, batch)
+            if jnp.shape(loss) != ():
+                raise ValueError(
+                    f"the loss must be one number, got shape {jnp.shape(loss)}: end "
+                    "the model with a loss layer, or reduce with Mean over all axes."
+                )
+            loss = loss.astype(jnp.float32) * reduce.share(aux.weight)
+            return loss, aux._replace(loss=loss)
+
+        (_, aux), grads = jax.value_and_grad(shared_loss, has_aux=True)(weights)
+        return grads, aux
+
+    return grad_fn
+
+
+def from_vjp(pure_fn: Callable[..., tuple[Any, Any]]) -> GradFn:
+    """Gradients of a block from its inputs and the cotangent of its outputs.
+
+    The gradient function takes (inputs, cotangent) and gives the inputs' cotangent in
+    `Aux.inputs`; the loss block takes cotangent 1.
+    """
+
+    def grad_fn(
+        weights: Any, state: Any, rng: Any, inputs: Any, cotangent: Any
+    ) -> tuple[Any, Aux]:
+        outputs, vjp, new_state = jax.vjp(
+            lambda x, w: pure_fn(x, w, state, rng), inputs, weights, has_aux=True
+        )
+        grad_inputs, grads = vjp(cotangent)
+        loss = outputs if jnp.shape(outputs) == () else None
+        return grads, Aux(state=new_state, loss=loss, inputs=grad_inputs)
+
+    return grad_fn
+
+
+def from_reverse(reverse_and_grad: Callable[..., tuple[Any, Any]]) -> GradFn:
+    """Gradients of a reversible block from its outputs and their cotangent.
+
+    Args:
+      reverse_and_grad: function of (outputs, cotangent, weights, state, new_state, rng)
+        that returns (inputs, (inputs' cotangent, gradients)).
+
+    The gradient function takes (outputs, cotangent, new_state) and gives
+    (inputs, cotangent) in `Aux.inputs`.
+    """
+
+    def grad_fn(
+        weights: Any, state: Any, rng: Any, outputs: Any, cotangent: Any, new_state: Any
+    ) -> tuple[Any, Aux]:
+        inputs, (grad_inputs, grads) = reverse_and_grad(
+            outputs, cotangent, weights, state, new_state, rng
+        )
+        return grads, Aux(state=new_state, inputs=(inputs, grad_inputs))
+
+    return grad_fn
+
+
+# --- The update ---------------------------------------------------------------------
+
+
+def build_update(
+    grad_fn: GradFn,
+    optimizer_update: Callable[..., tuple[Any, Any, dict[str, Any]]],
+    reduce: Reduce,
+    trainable: list[bool],
+    state_sync: list[str | None],
+    accumulate: int = 1,
+    skip_nonfinite: bool = True,
+) -> Callable[[Carry, Any, Any], tuple[Carry, dict[str, Any]]]:
+    """Builds `update(carry, shared, xs) -> (carry, out)`.
+
+    The carry is a `Carry`, `shared` is (opt_params, rng, step) with the run's key, and
+    `xs` is what `grad_fn` takes after (weights, state, rng).
+    `out` has 'loss', 'gradients_l2', 'weights_l2', 'grads_finite', 'skipped_steps',
+    the metrics of the gradient function, and 'inputs' if it gives any.
+
+    Order: forward and gradient on each micro-batch, reduce, finite test on the reduced
+    gradients, optimizer (which clips). After a step that is not finite everything but
+    the count of skipped steps is as before, bit for bit, and the optimizer's step
+    number does not advance.
+
+    Args:
+      grad_fn: a gradient source.
+      optimizer_update: (step, grads, weights, slots, opt_params) -> (weights, slots,
+        stats), as `Optimizer.tree_update`; it gets the trainable leaves only.
+      reduce: how replicas agree.
+      trainable: for each leaf of the weights, whether it is trained.
+      state_sync: for each leaf of the state, how replicas agree on it.
+      accumulate: number of micro-batches the batch is cut into, one after the other.
+      skip_nonfinite: keep everything when a gradient is not finite.
+    """
+
+    def update(carry: Carry, shared: Any, xs: Any) -> tuple[Carry, dict[str, Any]]:
+        weights, state, slots, n_skipped, weights_l2 = carry
+        opt_params, rng, step = shared
+        trained, fixed = trees.partition(weights, trainable)
+        forward_rng, _ = step_rngs(reduce.key(rng), step)
+
+        def trained_grads(state: Any, rng: Any, xs: Any) -> tuple[Any, Aux]:
+            grads, aux = grad_fn(weights, state, rng, *xs)
+            _check_structure(weights, grads)
+            return trees.partition(grads, trainable)[0], aux
+
+        grads, aux = _accumulated(trained_grads, reduce, accumulate)(
+            state, forward_rng, xs
+        )
+        grads = reduce.gradients(grads)
+        gradients_l2 = l2_norm(grads)
+        # One test for all: a norm that overflows float32 is no step to take either.
+        finite = jnp.isfinite(gradients_l2)
+
+        def apply(old: Any) -> tuple[Any, Any]:
+            trained, slots, state = old
+            at_step = jnp.maximum(step - n_skipped, 1)
+            trained, slots, stats = optimizer_update(
+                at_step, grads, trained, slots, opt_params
+            )
+            for name in ("gradients_l2", "weights_l2"):  # Known already, at no cost.
+                stats.pop(name, None)
+            return (trained, slots, reduce.state(aux.state, state, state_sync)), stats
+
+        old = (trained, slots, state)
+        if skip_nonfinite:
+            new, out = _apply_if(finite, apply, old)
+            n_skipped = n_skipped + (1 - finite.astype(jnp.int32))
+        else:
+            new, out = apply(old)
+        trained, slots, state = new
+        out |= _reduced_metrics(aux.metrics, reduce)
+        out |= {"gradients_l2": gradients_l2, "weights_l2": weights_l2}
+        out |= {"grads_finite": finite, "skipped_steps": n_skipped}
+        if aux.loss is not None:
+            out["loss"] = reduce.losses(aux.loss)
+        if aux.inputs is not None:
+            out["inputs"] = aux.inputs
+        weights = trees.combine(trained, fixed)
+        return Carry(weights, state, slots, n_skipped, l2_norm(trained)), out
+
+    return update
+
+
+def _accumulated(
+    grad_fn: Callable[[Any, Any, Any], tuple[Any, Aux]], reduce: Reduce, k: int
+) -> Callable[[Any, Any, Any], tuple[Any, Aux]]:
+    """Runs k micro-batches under one scan and joins their gradients by weight."""
+    if k == 1:
+        return grad_fn
+
+    def accumulated(state: Any, rng: Any, xs: Any) -> tuple[Any, Aux]:
+        micro = jax.tree.map(
+            lambda x: x.reshape((k, x.shape[0] // k, *x.shape[1:])), xs
+        )
+
+        def one(i: Any, state: Any, xs: Any) -> tuple[Any, Any]:
+            grads, aux = grad_fn(state, jax.random.fold_in(rng, i), xs)
+            total = reduce.total(aux.weight)
+            metrics = {n: _pair(v) for n, v in aux.metrics.items()}
+            metrics = {n: (v * w, w) for n, (v, w) in metrics.items()}
+            sums = jax.tree.map(lambda x: x * total.astype(x.dtype), (grads, aux.loss))
+            return (total, sums, metrics), aux.state
+
+        def body(carry: Any, item: Any) -> tuple[Any, None]:
+            acc, state = carry
+            more, state = one(item[0], state, item[1])
+            return (jax.tree.map(jnp.add, acc, more), state), None
+
+        first = jax.tree.map(lambda x: x[0], micro)
+        shapes, _ = jax.eval_shape(lambda s, x: one(0, s, x), state, first)
+        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+        (acc, state), _ = jax.lax.scan(body, (zeros, state), (jnp.arange(k), micro))
+        total, sums, metrics = acc
+        grads, loss = jax.tree.map(lambda x: _ratio(x, total.astype(x.dtype)), sums)
+        metrics = {n: (_ratio(v, w), w) for n, (v, w) in metrics.items()}
+        return grads, Aux(state=state, loss=loss, metrics=metrics)
+
+    return accumulated
+
+
+def _reduced_metrics(metrics: dict[str, Any], reduce: Reduce) -> dict[str, Any]:
+    pairs = {name: _pair(value) for name, value in metrics.items()}
+    sums = reduce.sum({name: (v * w, w) for name, (v, w) in pairs.items()})
+    return {name: _ratio(v, w) for name, (v, w) in sums.items()}
+
+
+def _pair(value: Any) -> tuple[Any, Any]:
+    value, weight = value if isinstance(value, tuple) else (value, 1.0)
+    return jnp.asarray(value, jnp.float32), jnp.asarray(weight, jnp.float32)
+
+
+def _ratio(x: Any, total: Any) -> Any:
+    """x / total, and 0 where nothing weighs anything."""
+    empty = total == 0
+    return jnp.where(empty, 0, x / jnp.where(empty, 1, total))
+
+
+def _apply_if(
+    finite: Any, apply: Callable[[Any], tuple[Any, Any]], old: Any
+) -> tuple[Any, dict[str, Any]]:
+    """Applies the optimizer, or returns `old` bit for bit and NaN (0) for its stats.
+
+    A branch and not a select: a select would read the old values that the new ones are
+    written over, and so cost a copy of weights and slots.
+    """
+    _, stats = jax.eval_shape(apply, old)
+
+    def keep(old: Any) -> tuple[Any, Any]:
+        unknown = jax.tree.map(_unknown, stats)
+        return old, unknown
+
+    return jax.lax.cond(finite, apply, keep, old)
+
+
+def _unknown(stat: Any) -> Any:
+    is_float = jnp.issubdtype(stat.dtype, jnp.floating)
+    return jnp.full(stat.shape, jnp.nan if is_float else 0, stat.dtype)
+
+
+def _check_structure(weights: Any, grads: Any) -> None:
+    wrong = trees.difference(weights, grads)
+    if wrong:
+        raise ValueError(f"gradients do not match the weights: {wrong}.")
+
+
+def _adasum(parts: Any) -> Any:
+    """Joins (n, ...) gradients pairwise, n a power of two (arXiv 2006.02924, eq. 5)."""
+    while parts.shape[0] > 1:
+        a, b = parts[0::2], parts[1::2]
+        axes = tuple(range(1, a.ndim))
+        dot = jnp.sum(a * b, axes, keepdims=True)
+        norm_a = jnp.sum(a * a, axes, keepdims=True)
+        norm_b = jnp.sum(b * b, axes, keepdims=True)
+        parts = (1 - _ratio(dot, 2 * norm_a)) * a + (1 - _ratio(dot, 2 * norm_b)) * b
+    return parts[0]

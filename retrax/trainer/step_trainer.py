@@ -1,0 +1,447 @@
+"""`StepTrainer`: one model with its loss, one optimizer, one compiled step.
+
+It holds the weights, model state and optimizer slots while they are trained, and lends
+them back to the layers when somebody reads `model.weights`. `Trainer` and `Loop` drive
+it; a custom experiment overrides `loss`, `gradients`, `update` or `metrics`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from retrax import trees
+from retrax.errors import ConfigError, DataError
+from retrax.layers import tree as layer_tree
+from retrax.layers.base import Layer
+from retrax.layers.running import batch_context
+from retrax.optimizers import l2_norm
+from retrax.optimizers.base import Optimizer
+from retrax.trainer.devices import Devices
+from retrax.trainer.padding import pad_rows
+from retrax.trainer.step import Aux, Carry, Reduce, build_update, from_loss
+
+__all__ = ["StepTrainer"]
+
+
+class StepTrainer:
+    """Updates the weights of one model, one batch at a time.
+
+    Example:
+      >>> import jax, numpy as np
+      >>> from retrax import layers as tl, optimizers, shapes
+      >>> model = tl.Serial(tl.Dense(1), tl.L2Loss())
+      >>> batch = (np.ones((4, 2), 'f'), np.ones((4, 1), 'f'), np.ones((4, 1), 'f'))
+      >>> _ = model.init(shapes.signature(batch), rng=jax.random.key(0))
+      >>> trainer = StepTrainer(model, optimizers.SGD(0.1), n_devices=1)
+      >>> losses = [float(trainer.one_step(batch, jax.random.key(1))[0]) for _ in range(3)]
+      >>> losses[2] < losses[0]
+      True
+
+    Methods to override, all traced, so pure functions of their arguments:
+      loss(weights, state, rng, batch) -> (loss, Aux)
+      gradients(weights, state, rng, batch) -> (grads, Aux)
+      update(step, grads, weights, slots, opt_params) -> (weights, slots, stats)
+      metrics(aux) -> dict of scalars or (mean, weight) pairs
+    """
+
+    def __init__(
+        self,
+        model_with_loss: Layer,
+        optimizer: Optimizer,
+        n_devices: int | None = None,
+        adasum: bool = False,
+        *,
+        reduce: str = "weight",
+        accumulate: int = 1,
+        backend: str = "shard_map",
+        skip_nonfinite: bool = True,
+        hooks: Any = None,
+    ) -> None:
+        """Makes a trainer for an initialised model that ends with a loss layer.
+
+        Args:
+          model_with_loss: layer from a whole batch to one number, initialised.
+          optimizer: turns gradients into new weights.
+          n_devices: number of devices; None means all.
+          adasum: Trax's flag for reduce='adasum'.
+          reduce: how replicas agree: 'weight', 'mean' or 'adasum'; see `Reduce`.
+          accumulate: number of micro-batches a batch is cut into.
+          backend: 'shard_map' or 'pmap', for several devices.
+          skip_nonfinite: leave everything as it was when a gradient is not finite.
+          hooks: object whose `gradients` replaces ours, such as a Trainer.
+        """
+        if not isinstance(optimizer, Optimizer):
+            raise TypeError(
+                f"optimizer must be an Optimizer such as Adam(1e-3), got {optimizer!r}."
+            )
+        if type(accumulate) is not int or accumulate < 1:
+            raise ConfigError(
+                f"accumulate must be a whole number of at least 1, got {accumulate!r}."
+            )
+        self._model = model_with_loss
+        self._optimizer = optimizer
+        self._accumulate = accumulate
+        self._skip_nonfinite = skip_nonfinite
+        self._hooks = hooks if hooks is not None else self
+        self.devices = Devices(n_devices, backend)
+        kind = "adasum" if adasum else reduce
+        self.reduce = Reduce(self.devices.axis, self.devices.n, kind)
+        self._layers = list(_all_layers(model_with_loss, set()))
+        self._compiled: dict[bool, Any] = {}
+        self._maskable: bool | None = None
+        self._carry: Any = None
+        self._layers_current = True  # The layers hold what the carry holds.
+        self._reload_needed = True  # The carry must be made anew from the layers.
+        self._learning_rate: tuple[float | None, Any] = (None, None)
+        self._step = 0
+        self._opt_params: dict[str, Any] = {}
+        self._attach()
+
+    # --- Training -------------------------------------------------------------------
+
+    def one_step(
+        self,
+        batch: tuple[Any, ...],
+        rng: Any,
+        step: int | None = None,
+        learning_rate: float | None = None,
+    ) -> tuple[Any, dict[str, Any]]:
+        """Updates the weights once.
+
+        Args:
+          batch: tuple of arrays with a common first axis; the first step fixes how many.
+          rng: the run's random key; the step's own keys are derived from it and `step`.
+          step: number of this step, from 1; by default one more than at the last call.
+          learning_rate: per step; by default the optimizer's own.
+
+        Returns:
+          (loss, stats), as device values still being computed. Stats holds 'loss',
+          'gradients_l2' and 'weights_l2' (before clipping and update), 'grads_finite',
+          'skipped_steps' and the model's own metrics.
+        """
+        if self._reload_needed:
+            self._reload()
+        self._step = step = self._step + 1 if step is None else step
+        opt_params = self._opt_params
+        if learning_rate is not None:
+            # A new host value each step would be one more transfer each step.
+            if learning_rate != self._learning_rate[0]:
+                self._learning_rate = (learning_rate, jnp.float32(learning_rate))
+            opt_params = {**opt_params, "learning_rate": self._learning_rate[1]}
+        shared = (opt_params, rng, np.int32(step))
+        pieces = self.devices.n * self._accumulate
+        if pieces > 1:
+            fn, xs = self._fitted(batch, pieces)
+        else:
+            fn, xs = self._compiled.get(True), (batch, None)
+        if fn is None:
+            self._check_batch(batch)
+            fn = self._compile(split=True)
+        self._carry, out = fn(self._carry, shared, xs)
+        self._layers_current = False
+        return out["loss"], out
+
+    def loss(self, weights: Any, state: Any, rng: Any, batch: Any) -> tuple[Any, Aux]:
+        """Computes the loss of a batch, or of this device's part of it."""
+        loss, new_state, emitted = self._model.apply(_bare(batch), weights, state, rng)
+        weight, metrics = None, {}
+        for name, value in emitted:
+            if name == "weight":
+                weight = value
+            else:
+                metrics[_unique(name, metrics)] = value
+        return loss, Aux(state=new_state, weight=weight, metrics=metrics)
+
+    def gradients(self, weights: Any, state: Any, rng: Any, batch: Any) -> Any:
+        """Computes (gradients, Aux); by default those of `loss`."""
+        return from_loss(self.loss, self.reduce)(weights, state, rng, batch)
+
+    def update(
+        self, step: Any, grads: Any, weights: Any, slots: Any, opt_params: Any
+    ) -> tuple[Any, Any, dict[str, Any]]:
+        """Computes new trainable weights and slots; by default by the optimizer."""
+        return self._optimizer.tree_update(
+            step, grads, weights, slots, opt_params, store_slots=False
+        )
+
+    def metrics(self, aux: Aux) -> dict[str, Any]:
+        """Names the values reported with each step beside the loss."""
+        return aux.metrics
+
+    # --- What a person or a checkpoint reads and sets ---------------------------------
+
+    @property
+    def model_with_loss(self) -> Layer:
+        """The layer being trained."""
+        return self._model
+
+    @property
+    def optimizer(self) -> Optimizer:
+        """The optimizer."""
+        return self._optimizer
+
+    @property
+    def n_devices(self) -> int:
+        """Number of devices."""
+        return self.devices.n
+
+    @property
+    def carry(self) -> Carry:
+        """Weights, state, slots and counters as they are; the next step uses them up.
+
+        Copy what has to outlive the next step.
+        """
+        if self._reload_needed:
+            self._reload()
+        return self._carry
+
+    @property
+    def weights(self) -> Any:
+        """A copy of the current weights."""
+        return self.devices.fetch(self.carry.weights)
+
+    @weights.setter
+    def weights(self, value: Any) -> None:
+        self._model.weights = value
+
+    @property
+    def state(self) -> Any:
+        """A copy of the current model state."""
+        return self.devices.fetch(self.carry.state)
+
+    @state.setter
+    def state(self, value: Any) -> None:
+        self._model.state = value
+
+    @property
+    def slots(self) -> Any:
+        """A copy of the optimizer's slots."""
+        return self.devices.fetch(self.carry.slots)
+
+    @slots.setter
+    def slots(self, value: Any) -> None:
+        self._carry = self.carry._replace(slots=self.devices.put(value))
+
+    @property
+    def n_skipped(self) -> int:
+        """Number of steps skipped because a gradient was not finite."""
+        return int(self.devices.fetch(self.carry.n_skipped))
+
+    @n_skipped.setter
+    def n_skipped(self, value: int) -> None:
+        n_skipped = self.devices.put(jnp.int32(value))
+        self._carry = self.carry._replace(n_skipped=n_skipped)
+
+    @property
+    def opt_params(self) -> dict[str, Any]:
+        """The optimizer's hyper-parameters, among them 'learning_rate'."""
+        if self._reload_needed:
+            self._reload()
+        return self._opt_params
+
+    @opt_params.setter
+    def opt_params(self, value: dict[str, Any]) -> None:
+        self._opt_params = {k: jnp.asarray(v) for k, v in value.items()}
+
+    def reset_optimizer(self) -> None:
+        """Makes the optimizer begin anew: slots, hyper-parameters and step numbers."""
+        self.pull(about_to_change=True)
+        self._carry, self._step = None, 0
+
+    def trainable_paths(self) -> list[str]:
+        """Paths of the weights that are trained, in the order of their slots."""
+        weights = self.carry.weights
+        named = layer_tree.named_leaves(self._model, weights)
+        mask = layer_tree.trainable_list(self._model, weights)
+        return [path for (path, _), on in zip(named, mask, strict=True) if on]
+
+    # --- The layers' side: they ask for values they do not hold ------------------------
+
+    def pull(self, about_to_change: bool = False) -> None:
+        """Brings the layers up to date; called by layers that are read or set."""
+        if not self._layers_current and self._carry is not None:
+            self._layers_current = True
+            self._model._store("weights", self.devices.fetch(self._carry.weights))
+            self._model._store("state", self.devices.fetch(self._carry.state))
+        if about_to_change:
+            self._reload_needed = True
+
+    def _attach(self) -> None:
+        others = {id(x._owner): x._owner for x in self._layers if x._owner is not None}
+        for owner in others.values():
+            owner.pull(about_to_change=True)
+        for layer in self._layers:
+            layer._owner = self
+
+    def _reload(self) -> None:
+        """Makes the carry from what the layers hold; slots stay if they still fit."""
+        if any(layer._owner is not self for layer in self._layers):
+            self._attach()
+        weights = self._model._stored("weights", set())
+        state = self._model._stored("state", set())
+        if self._model.has_weights and not jax.tree.leaves((weights, state)):
+            raise ConfigError(
+                f"the model {self._model.name} has no weights yet: call "
+                "model_with_loss.init(signature(batch), rng) first."
+            )
+        self._check_weights(weights)
+        mask = layer_tree.trainable_list(self._model, weights)
+        trained = trees.partition(weights, mask)[0]
+        if self._carry is None:
+            slots, opt_params = self._optimizer.tree_init(trained)
+            self._opt_params = {k: jnp.asarray(v) for k, v in opt_params.items()}
+            slots = self.devices.put(slots)
+            n_skipped = self.devices.put(jnp.int32(0))
+        else:
+            slots, n_skipped = self._carry.slots, self._carry.n_skipped
+        self._carry = Carry(
+            self.devices.put(weights),
+            self.devices.put(state),
+            slots,
+            n_skipped,
+            self.devices.put(jax.jit(l2_norm)(trained)),
+        )
+        self._layers_current, self._reload_needed = True, False
+
+    def _check_weights(self, weights: Any) -> None:
+        for path, leaf in layer_tree.named_leaves(self._model, weights):
+            if not jnp.issubdtype(jnp.result_type(leaf), jnp.floating):
+                raise ConfigError(
+                    f"weight {path} has dtype {jnp.result_type(leaf)}: only float "
+                    "weights can be trained; keep other values in the layer's state."
+                )
+
+    # --- Compiling --------------------------------------------------------------------
+
+    def _compile(self, split: bool) -> Any:
+        weights, state = self._carry[:2]
+        syncs = layer_tree.state_sync_list(self._model, state)
+        update = build_update(
+            self._masked_gradients,
+            self.update,
+            self.reduce,
+            layer_tree.trainable_list(self._model, weights),
+            [sync for _, sync in syncs],
+            self._accumulate,
+            self._skip_nonfinite,
+        )
+        self._compiled[split] = self.devices.compile(update, split=split)
+        return self._compiled[split]
+
+    def _masked_gradients(
+        self, weights: Any, state: Any, rng: Any, batch: Any, mask: Any
+    ) -> tuple[Any, Aux]:
+        with batch_context(self.devices.axis, mask):
+            grads, aux = self._hooks.gradients(weights, state, rng, batch)
+        return grads, aux._replace(metrics=self.metrics(aux))
+
+    def _fitted(self, batch: tuple[Any, ...], pieces: int) -> tuple[Any, Any]:
+        """Makes a batch divide into equal pieces: padded and masked, never dropped."""
+        first = not self._compiled
+        if first:
+            self._check_batch(batch)
+        rows = batch[0].shape[0]
+        n_pad = -rows % pieces
+        if first and self.devices.n > 1:
+            self._check_state_sync(batch)
+        if not n_pad:
+            return self._compiled.get(True) or self._compile(True), (batch, None)
+        if not self._can_mask(batch):
+            # A loss that cannot leave rows out: every device takes the whole batch.
+            if self._accumulate > 1:
+                raise DataError(
+                    f"a batch of {rows} rows does not divide into accumulate="
+                    f"{self._accumulate} micro-batches for each of {self.devices.n} "
+                    "devices, and the loss cannot leave padding out; use a loss that "
+                    "reports its weight, or batches that divide."
+                )
+            return self._compiled.get(False) or self._compile(False), (batch, None)
+        fn = self._compiled.get(True) or self._compile(True)
+        return fn, pad_rows(batch, n_pad)
+
+    def _can_mask(self, batch: tuple[Any, ...]) -> bool:
+        """Whether the loss says how much a batch weighs when rows are masked."""
+        if self._maskable is None:
+            found: list[Any] = []
+
+            def probe(weights: Any, state: Any, rng: Any, mask: Any, xs: Any) -> Any:
+                with batch_context(None, mask):
+                    loss, aux = self.loss(weights, state, rng, xs)
+                found.append(aux.weight)
+                return loss
+
+            mask = np.ones(batch[0].shape[0], np.float32)
+            weights, state = self._carry[:2]
+            jax.eval_shape(probe, weights, state, jax.random.key(0), mask, batch)
+            self._maskable = found[0] is not None
+        return self._maskable
+
+    def _check_batch(self, batch: Any) -> None:
+        if not isinstance(batch, (tuple, list)):
+            raise DataError(
+                f"a batch must be a tuple of arrays, got {type(batch).__name__}."
+            )
+        n_in = self._model.n_in
+        if len(batch) != n_in:
+            last = self._model.sublayers[-1] if self._model.sublayers else self._model
+            hint = (
+                " Add example weights to the batches (data.AddLossWeights) or choose a "
+                "loss without weights."
+                if len(batch) == n_in - 1
+                else ""
+            )
+            raise DataError(
+                f"the batch has {len(batch)} parts but the model with its loss "
+                f"{last!r} takes {n_in}.{hint}"
+            )
+
+    def _check_state_sync(self, batch: tuple[Any, ...]) -> None:
+        """Refuses float state that changes without saying how replicas agree on it."""
+        weights, state = self._carry[:2]
+        syncs = layer_tree.state_sync_list(self._model, state)
+        leaves = jax.tree.leaves(state)
+        open_ends = [
+            sync is None and jnp.issubdtype(leaf.dtype, jnp.floating)
+            for (_, sync), leaf in zip(syncs, leaves, strict=True)
+        ]
+        if not any(open_ends):
+            return
+
+        def new_state(state: Any, weights: Any, rng: Any, xs: Any) -> Any:
+            return jax.tree.leaves(self.loss(weights, state, rng, xs)[1].state)
+
+        traced = jax.make_jaxpr(new_state)(state, weights, jax.random.key(0), batch)
+        before = traced.jaxpr.invars[: len(leaves)]
+        for i, after in enumerate(traced.jaxpr.outvars):
+            if open_ends[i] and after is not before[i]:
+                raise ConfigError(
+                    f"the state at {syncs[i][0]} changes in training, but its layer does "
+                    f"not say how {self.devices.n} devices agree on it: set state_sync = "
+                    "'mean', 'sum' or 'same' in the layer's class."
+                )
+
+
+def _bare(batch: Any) -> Any:
+    return batch[0] if len(batch) == 1 else tuple(batch)
+
+
+def _unique(name: str, taken: dict[str, Any]) -> str:
+    candidate, i = name, 0
+    while candidate in taken:
+        i += 1
+        candidate = f"{name}_{i}"
+    return candidate
+
+
+def _all_layers(layer: Layer, seen: set[int]) -> Iterator[Layer]:
+    if id(layer) in seen:
+        return
+    seen.add(id(layer))
+    yield layer
+    for child in layer.sublayers:
+        yield from _all_layers(child, seen)
