@@ -66,6 +66,7 @@ class ArrayStream(Stream):
         self._repeat, self._drop_remainder = repeat, drop_remainder
         self._last = n - batch_size if drop_remainder else n - 1
         self.batches_per_epoch = self._last // batch_size + 1
+        self.is_endless = bool(repeat)
         if not repeat:
             self.n_batches = self.batches_per_epoch
             self.n_examples = min(n, self.batches_per_epoch * batch_size)

@@ -35,6 +35,7 @@ class CheckedStream(Stream):
     def __init__(self, stream: Stream, same_shapes: bool = True):
         self._stream, self._same_shapes = stream, same_shapes
         self.n_batches, self.n_examples = stream.n_batches, stream.n_examples
+        self.is_endless = stream.is_endless
         self._expected: list[tuple[Any, Any]] | None = None
         self._count = 0
 

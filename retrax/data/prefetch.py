@@ -35,6 +35,7 @@ class PrefetchStream(Stream):
         self._stream, self._n_ahead = as_stream(source), n_ahead
         self.n_batches = self._stream.n_batches
         self.n_examples = self._stream.n_examples
+        self.is_endless = self._stream.is_endless
         self._position = self._stream.state()
         self._worker: _Worker | None = None
         self._closed = False

@@ -28,10 +28,12 @@ class Stream(Iterator[Batch]):
     Attributes:
       n_batches: batches in one whole pass; None if endless or unknown.
       n_examples: examples in one whole pass; None if endless or unknown.
+      is_endless: whether it is known never to end.
     """
 
     n_batches: int | None = None
     n_examples: int | None = None
+    is_endless: bool = False
     _held: tuple[Batch, Position] | None = None
 
     def read(self) -> Batch:
@@ -135,6 +137,7 @@ class MappedStream(Stream):
             raise TypeError(f"map needs a function of a batch, got {fn!r}")
         self._stream, self._fn = stream, fn
         self.n_batches, self.n_examples = stream.n_batches, stream.n_examples
+        self.is_endless = stream.is_endless
 
     def read(self) -> Batch:
         return as_batch(self._fn(next(self._stream)))

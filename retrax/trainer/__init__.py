@@ -1,6 +1,7 @@
 """How one step, and one run, is made: compile, update, save, restore."""
 
 from retrax.trainer.devices import Devices
+from retrax.trainer.epochs import epochs
 from retrax.trainer.evaluator import Evaluator
 from retrax.trainer.history import History
 from retrax.trainer.interrupts import Interrupted
@@ -16,7 +17,7 @@ from retrax.trainer.step import (
     step_rngs,
 )
 from retrax.trainer.step_trainer import StepTrainer
-from retrax.trainer.trainer import Trainer, epochs
+from retrax.trainer.trainer import Trainer
 
 __all__ = [
     "Aux",

@@ -26,6 +26,8 @@ from retrax.trainer.padding import pad_rows
 
 __all__ = ["Evaluator"]
 
+_READ_EVERY = 100  # Batches whose sums may wait on the device, so that it need not.
+
 
 class Evaluator:
     """Evaluates a model by metric layers.
@@ -93,18 +95,27 @@ class Evaluator:
           nothing weighs anything.
 
         Raises:
-          DataError: there is no batch at all.
+          DataError: there is no batch at all, or all were asked for of a stream that
+            never ends.
         """
+        if n_batches is None and getattr(batches, "is_endless", False):
+            raise DataError(
+                "the evaluation stream never ends: say how many batches to take "
+                "(train.eval_steps), or make it a finite pass, such as "
+                "ArrayStream(..., shuffle=False, repeat=False)."
+            )
         rng = jax.random.key(0) if rng is None else rng
-        sums = []
-        for i, batch in enumerate(itertools.islice(batches, n_batches)):
-            sums.append(self._batch_sums(batch, weights, state, rng, i))
-        if not sums:
-            raise DataError("evaluation got no batch: is the evaluation set empty?")
         totals = {name: np.zeros(2) for name in self._metrics}
-        for batch_sums in jax.device_get(sums):
-            for name, pair in batch_sums.items():
-                totals[name] += np.asarray(pair, np.float64)
+        sums, n = [], 0
+        for batch in itertools.islice(batches, n_batches):
+            sums.append(self._batch_sums(batch, weights, state, rng, n))
+            n += 1
+            if len(sums) == _READ_EVERY:
+                _add(totals, sums)
+                sums = []
+        if not n:
+            raise DataError("evaluation got no batch: is the evaluation set empty?")
+        _add(totals, sums)
         return {n: float(v / w) if w else 0.0 for n, (v, w) in totals.items()}
 
     def _batch_sums(
@@ -180,6 +191,12 @@ class Evaluator:
         mask = np.ones(batch[0].shape[0], np.float32)
         jax.eval_shape(probe, weights, state, jax.random.key(0), mask, tuple(batch))
         return all_weigh[0]
+
+
+def _add(totals: dict[str, Any], sums: list[Any]) -> None:
+    for batch_sums in jax.device_get(sums):
+        for name, pair in batch_sums.items():
+            totals[name] += np.asarray(pair, np.float64)
 
 
 def _init_metric(metric: Layer, x: Any) -> tuple[Any, Any]:

@@ -38,7 +38,8 @@ class StepTrainer:
       >>> batch = (np.ones((4, 2), 'f'), np.ones((4, 1), 'f'), np.ones((4, 1), 'f'))
       >>> _ = model.init(shapes.signature(batch), rng=jax.random.key(0))
       >>> trainer = StepTrainer(model, optimizers.SGD(0.1), n_devices=1)
-      >>> losses = [float(trainer.one_step(batch, jax.random.key(1))[0]) for _ in range(3)]
+      >>> key = jax.random.key(1)
+      >>> losses = [float(trainer.one_step(batch, key)[0]) for _ in range(3)]
       >>> losses[2] < losses[0]
       True
 
@@ -114,7 +115,7 @@ class StepTrainer:
         """Updates the weights once.
 
         Args:
-          batch: tuple of arrays with a common first axis; the first step fixes how many.
+          batch: tuple of arrays with a common first axis.
           rng: the run's random key; the step's own keys are derived from it and `step`.
           step: number of this step, from 1; by default one more than at the last call.
           learning_rate: per step; by default the optimizer's own.
@@ -260,7 +261,7 @@ class StepTrainer:
         mask = layer_tree.trainable_list(self._model, weights)
         return [path for (path, _), on in zip(named, mask, strict=True) if on]
 
-    # --- The layers' side: they ask for values they do not hold ------------------------
+    # --- The layers' side: they ask for values they do not hold -----------------------
 
     def pull(self, about_to_change: bool = False) -> None:
         """Brings the layers up to date; called by layers that are read or set."""
@@ -304,9 +305,12 @@ class StepTrainer:
             self.devices.put(state),
             slots,
             n_skipped,
-            self.devices.put(jax.jit(l2_norm)(trained)),
+            self.devices.put(l2_norm(trained)),
         )
-        self._layers_current, self._reload_needed = True, False
+        # The layers ask for their values from here on, and keep no second copy.
+        for layer in self._layers:
+            layer._weights = layer._state = None
+        self._layers_current, self._reload_needed = False, False
 
     def _check_weights(self, weights: Any) -> None:
         for path, leaf in layer_tree.named_leaves(self._model, weights):
@@ -420,9 +424,9 @@ class StepTrainer:
         for i, after in enumerate(traced.jaxpr.outvars):
             if open_ends[i] and after is not before[i]:
                 raise ConfigError(
-                    f"the state at {syncs[i][0]} changes in training, but its layer does "
-                    f"not say how {self.devices.n} devices agree on it: set state_sync = "
-                    "'mean', 'sum' or 'same' in the layer's class."
+                    f"the state at {syncs[i][0]} changes in training, but its layer "
+                    f"does not say how {self.devices.n} devices agree on it: set "
+                    "state_sync = 'mean', 'sum' or 'same' in the layer's class."
                 )
 
 

@@ -19,15 +19,23 @@ import numpy as np
 from retrax import trees
 from retrax.data.checks import checked
 from retrax.data.inputs import Inputs
-from retrax.errors import CheckpointError, ConfigError, DataError
+from retrax.errors import CheckpointError
 from retrax.layers import tree as layer_tree
 from retrax.layers.base import Layer
 from retrax.layers.combinators import Serial
 from retrax.optimizers.base import Optimizer
 from retrax.shapes import ShapeDtype
 from retrax.trainer import state as run_state
+from retrax.trainer.arguments import (
+    check_arity,
+    check_metric_name,
+    made_inputs,
+    made_model,
+    made_optimizer,
+)
 from retrax.trainer.checkpointer import Checkpointer
 from retrax.trainer.default_metrics import default_metrics
+from retrax.trainer.epochs import epoch_lengths, epochs
 from retrax.trainer.evaluator import Evaluator
 from retrax.trainer.history import History
 from retrax.trainer.interrupts import Interrupted, Interrupts
@@ -37,7 +45,7 @@ from retrax.trainer.run_log import RunLog
 from retrax.trainer.state import OptState, TrainerState
 from retrax.trainer.step_trainer import StepTrainer
 
-__all__ = ["Trainer", "epochs"]
+__all__ = ["Trainer"]
 
 _EVAL_BRANCH = 0x6576616C  # Folded into the run's key: 'eval' in ASCII.
 
@@ -116,16 +124,14 @@ class Trainer:
         self._output_dir = None if output_dir is None else Path(output_dir)
         if self._output_dir is not None:
             check_output_dir(self._output_dir)
-        self._inputs = inputs() if callable(inputs) else inputs
-        if not isinstance(self._inputs, Inputs):
-            raise TypeError(f"inputs must be data.Inputs, got {self._inputs!r}.")
+        self._inputs = made_inputs(inputs)
         if not isinstance(loss_fn, Layer):
             raise TypeError(f"loss_fn must be a loss layer, got {loss_fn!r}.")
         self._loss_fn = loss_fn
         if not callable(lr_schedule):
             raise TypeError(
-                f"lr_schedule must be a function of the step, got {lr_schedule!r}; for a "
-                "constant rate: lambda step: 0.01."
+                f"lr_schedule must be a function of the step, got {lr_schedule!r}; for "
+                "a constant rate: lambda step: 0.01."
             )
         self._lr_schedule = lr_schedule
         self._writes_summaries, self._log_every = should_write_summaries, log_every
@@ -137,14 +143,14 @@ class Trainer:
         self._seed_rng = jax.random.key(0 if random_seed is None else random_seed)
         self._rng = self._seed_rng
 
-        self._input_signature = self._look_at_inputs()
-        model_train, model_eval = (
-            _made_model(model, "train"),
-            _made_model(model, "eval"),
-        )
-        self._init_model(Serial(model_train, loss_fn), init_checkpoint)
-        self._model_train = model_train
-        self._optimizer = _made(optimizer)
+        shapes, dtypes = self._inputs.example_shape_dtype
+        self._input_signature = tuple(map(ShapeDtype, shapes, dtypes))
+        self._model_train = made_model(model, "train")
+        self._model_with_loss = Serial(self._model_train, loss_fn)
+        check_arity(self._model_with_loss, len(self._input_signature))
+        self._init_checkpoint = init_checkpoint
+        self._init_model()
+        self._optimizer = made_optimizer(optimizer)
         self.step_trainer = self.make_step_trainer(
             self._model_with_loss,
             self._optimizer,
@@ -153,8 +159,8 @@ class Trainer:
             **dict(step_options or {}),
         )
         self._metrics = dict(default_metrics(loss_fn) if metrics is None else metrics)
-        self._check_metric_name("checkpoint_highest", checkpoint_highest)
-        self._check_metric_name("checkpoint_lowest", checkpoint_lowest)
+        check_metric_name("checkpoint_highest", checkpoint_highest, self._metrics)
+        check_metric_name("checkpoint_lowest", checkpoint_lowest, self._metrics)
         self._checkpointer = Checkpointer(
             self._output_dir,
             should_save_checkpoints,
@@ -163,7 +169,7 @@ class Trainer:
             checkpoint_lowest,
         )
         self._evaluator = Evaluator(
-            model_eval, self._metrics, self.step_trainer.devices
+            made_model(model, "eval"), self._metrics, self.step_trainer.devices
         )
         self.reset(self._output_dir)
 
@@ -174,46 +180,17 @@ class Trainer:
         )
         self._reporter = StepReporter(self._log, self._log_every)
 
-    def _look_at_inputs(self) -> tuple[ShapeDtype, ...]:
-        shapes, dtypes = self._inputs.example_shape_dtype
-        return tuple(ShapeDtype(s, d) for s, d in zip(shapes, dtypes, strict=True))
-
-    def _init_model(self, model_with_loss: Layer, init_checkpoint: Any) -> None:
-        self._model_with_loss = model_with_loss
-        self._check_arity(model_with_loss)
-        _, self._init_rng = jax.random.split(self._rng)
+    def _init_model(self) -> None:
+        """Gives the model its initial weights: random, or those of init_checkpoint."""
         signature = self._input_signature
-        signature = signature[0] if len(signature) == 1 else signature
-        model_with_loss.init(signature, rng=self._init_rng)
-        if init_checkpoint is not None:
-            model = model_with_loss.sublayers[0]
-            model.init_from_file(os.fspath(init_checkpoint), weights_only=True)
-        self._initial = (model_with_loss.weights, model_with_loss.state)
-
-    def _check_arity(self, model_with_loss: Layer) -> None:
-        n_got, n_in = len(self._input_signature), model_with_loss.n_in
-        if n_got == n_in:
-            return
-        model, loss = model_with_loss.sublayers
-        hint = ""
-        if n_got == n_in - 1 and loss.n_in == 3:
-            hint = (
-                " The third input is a weight for each example: add it to the batches "
-                "(data.AddLossWeights), or use a loss without weights."
-            )
-        elif n_got > n_in:
-            hint = " Use a loss with weights, or drop the rest in the data."
-        raise DataError(
-            f"batches have {n_got} parts, but the model (n_in={model.n_in}) with the "
-            f"loss {loss!r} takes {n_in}.{hint}"
+        _, init_rng = jax.random.split(self._seed_rng)
+        self._model_with_loss.init(
+            signature[0] if len(signature) == 1 else signature, rng=init_rng
         )
-
-    def _check_metric_name(self, argument: str, name: str | None) -> None:
-        if name is not None and name not in self._metrics:
-            raise ConfigError(
-                f"{argument}={name!r} is no metric of this run; there are: "
-                f"{', '.join(sorted(self._metrics))}."
-            )
+        if self._init_checkpoint is not None:
+            file_name = os.fspath(self._init_checkpoint)
+            self._model_train.init_from_file(file_name, weights_only=True)
+        self._is_initial = True
 
     # --- Points to override -----------------------------------------------------------
 
@@ -229,6 +206,7 @@ class Trainer:
 
     def train_step(self, batch: tuple[Any, ...]) -> None:
         """Updates the weights once and notes what the log will show."""
+        self._is_initial = False
         step = self._step + 1
         rate = self._lr_schedule(step)
         _, stats = self.step_trainer.one_step(batch, self._rng, step, rate)
@@ -239,15 +217,17 @@ class Trainer:
         """Measures all metrics on training and on evaluation data, and logs them.
 
         Args:
-          n_eval_steps: at most so many batches of each; None means all.
+          n_eval_steps: at most so many batches of each; None means all, or of endless
+            training data as many as there are in the evaluation data.
         """
-        train = self.evaluation_round(
-            self._inputs.train_eval_stream(self.n_devices), n_eval_steps, "train"
-        )
+        eval_stream = self._inputs.eval_stream(self.n_devices)
+        train_stream = self._inputs.train_eval_stream(self.n_devices)
+        n_train = n_eval_steps
+        if n_train is None and train_stream.n_batches is None:
+            n_train = eval_stream.n_batches
+        train = self.evaluation_round(train_stream, n_train, "train")
         self.log_metrics(train, SummaryWriter(self._log, "train"), "train")
-        evaluated = self.evaluation_round(
-            self._inputs.eval_stream(self.n_devices), n_eval_steps, "eval"
-        )
+        evaluated = self.evaluation_round(eval_stream, n_eval_steps, "eval")
         self.log_metrics(evaluated, SummaryWriter(self._log, "eval"), "eval")
         self._history.append(
             "train", "training/learning_rate", self._step, self.learning_rate
@@ -285,7 +265,7 @@ class Trainer:
           Interrupted: after SIGINT or SIGTERM; the last finished step is saved.
         """
         self._log.set_total(steps)
-        lengths = _epoch_lengths(eval_frequency, steps)
+        lengths = epoch_lengths(eval_frequency, steps)
         with Interrupts() as interrupts:
             try:
                 if self._evaluation_due:
@@ -384,8 +364,8 @@ class Trainer:
             where = f"saved in {self._output_dir}"
         assert interrupts.signum is not None
         raise Interrupted(
-            f"Interrupted by {interrupts.name} after step {self._step}, {where}. Run the "
-            "same command again to continue.",
+            f"Interrupted by {interrupts.name} after step {self._step}, {where}. "
+            "Run the same command again to continue.",
             interrupts.signum,
         )
 
@@ -422,8 +402,10 @@ class Trainer:
             self._inputs.train_stream(self.n_devices)
         )
         self._reporter.drop()
-        found = self._checkpointer.load(init_checkpoint and Path(init_checkpoint))
+        path = None if init_checkpoint is None else Path(init_checkpoint)
+        found = self._checkpointer.load(path)
         if found is not None:
+            self._is_initial = False
             self._restore(*found)
             if init_checkpoint is None and found[1].name != run_state.CHECKPOINT_NAME:
                 self.log_step(f"The newest checkpoint is damaged: using {found[1]}.")
@@ -431,8 +413,9 @@ class Trainer:
             return
         self._step, self._history, self._rng = 0, History(), self._seed_rng
         self._evaluation_due = False
-        self._model_with_loss.weights, self._model_with_loss.state = self._initial
-        self.step_trainer.reset_optimizer()
+        if not self._is_initial:
+            self._init_model()
+            self.step_trainer.reset_optimizer()
 
     def _move_to(self, output_dir: Path | None) -> None:
         if output_dir == self._output_dir:
@@ -588,57 +571,3 @@ class Trainer:
         stream: Any = getattr(self, "train_stream", None)
         if stream is not None:
             stream.close()
-
-
-def epochs(
-    total_steps: int, steps_to_skip: int, epoch_steps: Iterable[int]
-) -> Iterator[int]:
-    """Yields the steps of each epoch up to total_steps, without those done already.
-
-    Example:
-      >>> list(epochs(10, 3, [1, 4, 4, 4]))
-      [2, 4, 1]
-    """
-    done = 0
-    for n in epoch_steps:
-        end = min(done + n, total_steps)
-        if end > steps_to_skip:
-            yield end - max(done, steps_to_skip)
-        done += n
-        if done >= total_steps:
-            return
-
-
-def _epoch_lengths(eval_frequency: int | None, steps: int) -> Iterator[int]:
-    if not eval_frequency:
-        yield steps
-        return
-    yield 1
-    if eval_frequency > 1:
-        yield eval_frequency - 1
-    while True:
-        yield eval_frequency
-
-
-def _made_model(model: Any, mode: str) -> Layer:
-    if isinstance(model, Layer) or not callable(model):
-        raise TypeError(
-            "model must be a function of mode that makes a layer, such as "
-            f"lambda mode: Serial(...), got {model!r}."
-        )
-    made = model(mode=mode)
-    if not isinstance(made, Layer):
-        raise TypeError(f"model(mode={mode!r}) must return a layer, got {made!r}.")
-    return made
-
-
-def _made(optimizer: Any) -> Optimizer:
-    made = optimizer if isinstance(optimizer, Optimizer) else None
-    if made is None and callable(optimizer):
-        made = optimizer()
-    if not isinstance(made, Optimizer):
-        raise TypeError(
-            "optimizer must be an Optimizer, or a class or function that makes one, got "
-            f"{optimizer!r}."
-        )
-    return made

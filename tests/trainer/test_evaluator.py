@@ -7,6 +7,7 @@ import pytest
 
 from retrax import layers as tl
 from retrax.data.arrays import ArrayStream
+from retrax.data.checks import checked
 from retrax.errors import DataError
 from retrax.shapes import signature
 from retrax.trainer import Evaluator
@@ -117,6 +118,15 @@ def test_nan_is_reported_and_not_hidden():
 def test_an_empty_set_is_refused():
     with pytest.raises(DataError, match="no batch: is the evaluation set empty"):
         evaluate(Evaluator(identity(), {"mean": Constant()}), [])
+
+
+@pytest.mark.parametrize("wrap", [lambda s: s, checked, lambda s: s.map(tuple)])
+def test_a_stream_that_never_ends_needs_a_number_of_batches(wrap):
+    stream = ArrayStream(batches_of((3, 1))[0], 1)
+    evaluator = Evaluator(identity(), {"mean": Constant()})
+    with pytest.raises(DataError, match="never ends: say how many batches"):
+        evaluate(evaluator, wrap(stream))
+    assert evaluate(evaluator, wrap(stream), n_batches=2) == {"mean": 3}
 
 
 def test_metrics_see_the_models_outputs_and_the_rest_of_the_batch():

@@ -1,0 +1,86 @@
+"""What trainers are given, checked and made; each mistake says how to mend it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from retrax.data.inputs import Inputs
+from retrax.errors import ConfigError, DataError
+from retrax.layers.base import Layer
+from retrax.optimizers.base import Optimizer
+
+__all__ = [
+    "check_arity",
+    "check_metric_name",
+    "made_inputs",
+    "made_model",
+    "made_optimizer",
+]
+
+
+def made_model(model: Any, mode: str) -> Layer:
+    """Returns the layer that a function of `mode` makes."""
+    if isinstance(model, Layer) or not callable(model):
+        raise TypeError(
+            "model must be a function of mode that makes a layer, such as "
+            f"lambda mode: Serial(...), got {model!r}."
+        )
+    made = model(mode=mode)
+    if not isinstance(made, Layer):
+        raise TypeError(f"model(mode={mode!r}) must return a layer, got {made!r}.")
+    return made
+
+
+def made_optimizer(optimizer: Any) -> Optimizer:
+    """Returns an optimizer given itself, or a class or function that makes it."""
+    made = optimizer if isinstance(optimizer, Optimizer) else None
+    if made is None and callable(optimizer):
+        made = optimizer()
+    if not isinstance(made, Optimizer):
+        raise TypeError(
+            "optimizer must be an Optimizer, or a class or function that makes one, "
+            f"got {optimizer!r}."
+        )
+    return made
+
+
+def made_inputs(inputs: Any) -> Inputs:
+    """Returns Inputs given themselves, or a function that makes them."""
+    made = inputs() if callable(inputs) else inputs
+    if not isinstance(made, Inputs):
+        raise TypeError(f"inputs must be data.Inputs, got {made!r}.")
+    return made
+
+
+def check_arity(model_with_loss: Layer, n_parts: int) -> None:
+    """Sees that batches have as many parts as the model with its loss takes.
+
+    Raises:
+      DataError: they have not; names the loss, the numbers and the fix.
+    """
+    n_in = model_with_loss.n_in
+    if n_parts == n_in:
+        return
+    model, loss = model_with_loss.sublayers
+    hint = ""
+    if n_parts == n_in - 1 and loss.n_in == 3:
+        hint = (
+            " The third input is a weight for each example: add it to the batches "
+            "(data.AddLossWeights), or use a loss without weights."
+        )
+    elif n_parts > n_in:
+        hint = " Use a loss with weights, or drop the rest in the data."
+    raise DataError(
+        f"batches have {n_parts} parts, but the model (n_in={model.n_in}) with the "
+        f"loss {loss!r} takes {n_in}.{hint}"
+    )
+
+
+def check_metric_name(argument: str, name: str | None, metrics: Iterable[str]) -> None:
+    """Raises ConfigError unless `name` is None or one of the metrics."""
+    if name is not None and name not in metrics:
+        raise ConfigError(
+            f"{argument}={name!r} is no metric of this run; there are: "
+            f"{', '.join(sorted(metrics))}."
+        )
