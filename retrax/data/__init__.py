@@ -3,7 +3,8 @@
 Knows numpy only, never JAX. A stream (`Stream`) is an iterator of batches with
 `state()` and `restore(state)`; `as_stream` makes one of any usual source. Pipelines
 (`Serial(...)`) are Trax's functions from generator to generator. `Inputs` bundles
-the streams of one task; `digits()` is a data set that is always there.
+the streams of one task; `digits()` and `shakespeare()` are data sets that are always
+there.
 """
 
 from retrax.data.arrays import ArrayStream
@@ -48,6 +49,14 @@ from retrax.data.synthetic import (
     sequence_copy_inputs,
     sine_inputs,
 )
+from retrax.data.tasks import copy_task, reverse_task, sort_task
+from retrax.data.text import (
+    CharTokenizer,
+    CropStream,
+    lm_inputs,
+    shakespeare,
+    shakespeare_text,
+)
 
 __all__ = [
     "AddLossWeights",
@@ -56,7 +65,9 @@ __all__ = [
     "Batch",
     "BucketByLength",
     "CastTo",
+    "CharTokenizer",
     "CheckedStream",
+    "CropStream",
     "Dup",
     "FilterByLength",
     "FilterEmptyExamples",
@@ -81,15 +92,21 @@ __all__ = [
     "batcher",
     "bucket_by_length",
     "checked",
+    "copy_task",
     "digits",
     "digits_arrays",
+    "lm_inputs",
     "make_additional_stream",
     "make_inputs",
     "make_parallel_stream",
     "pad_to_max_dims",
     "peek",
     "random_inputs",
+    "reverse_task",
     "sequence_copy_inputs",
+    "shakespeare",
+    "shakespeare_text",
     "shuffle",
     "sine_inputs",
+    "sort_task",
 ]

@@ -85,6 +85,8 @@ class Inputs:
       eval_stream: source of evaluation batches; None: the training source.
       train_eval_stream: source of training data for evaluation, such as data without
         augmentation; None: the training source.
+      tokenizer: what made ids of text, with `encode(text)` and `decode(ids)`; None for
+        data that was no text. It is kept as the attribute of that name.
 
     Raises:
       TypeError: a source is nothing that batches can be read from.
@@ -96,8 +98,13 @@ class Inputs:
     """
 
     def __init__(
-        self, train_stream: Any, eval_stream: Any = None, train_eval_stream: Any = None
+        self,
+        train_stream: Any,
+        eval_stream: Any = None,
+        train_eval_stream: Any = None,
+        tokenizer: Any = None,
     ):
+        self.tokenizer = tokenizer
         sources = (train_stream, eval_stream, train_eval_stream)
         for kind, source in zip(_KINDS, sources, strict=True):
             if source is not None or kind == "train_stream":

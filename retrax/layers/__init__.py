@@ -26,6 +26,21 @@ from retrax.layers.activation_fns import (
     ThresholdedLinearUnit,
 )
 from retrax.layers.assert_shape import AssertFunction, AssertShape, assert_shape
+from retrax.layers.attention import (
+    Attention,
+    AttentionQKV,
+    CausalAttention,
+    ConfigurableAttention,
+    MergeHeads,
+    SplitIntoHeads,
+)
+from retrax.layers.attention_cores import (
+    DotProductAttention,
+    DotProductCausalAttention,
+    PureAttention,
+    attention_weights,
+)
+from retrax.layers.attention_kernel import dot_product_attention
 from retrax.layers.base import (
     EMPTY_STATE,
     EMPTY_WEIGHTS,
@@ -36,6 +51,7 @@ from retrax.layers.base import (
     PureLayer,
     to_list,
 )
+from retrax.layers.causal_convolution import CausalConv, CausalDepthwiseConv
 from retrax.layers.combinators import (
     Branch,
     Freeze,
@@ -53,12 +69,15 @@ from retrax.layers.control import (
     Repeat,
     Scan,
 )
+from retrax.layers.convolution import Conv, Conv1d, DepthwiseConv
 from retrax.layers.core import (
     Dense,
     Dropout,
     Embedding,
     SummaryScalar,
 )
+from retrax.layers.crf import CRF, CRFAccuracy, CRFLoss, crf_log_likelihood, viterbi
+from retrax.layers.deconvolution import ConvTranspose
 from retrax.layers.functions import (
     ArgMax,
     Flatten,
@@ -84,6 +103,7 @@ from retrax.layers.gaussians import (
     logsoftmax_sample,
     multigaussian_loss,
 )
+from retrax.layers.glu import GEGLU, GatedFeedForward, ReGLU, SwiGLU
 from retrax.layers.initializers import (
     AtariConvInit,
     GlorotNormalInitializer,
@@ -109,6 +129,7 @@ from retrax.layers.legacy_metrics import (
     WeightedSum,
 )
 from retrax.layers.local import LocallyConnected1d
+from retrax.layers.lora import LoRA, insert_lora, merge_lora
 from retrax.layers.losses import (
     BinaryCrossEntropy,
     CategoryCrossEntropy,
@@ -118,6 +139,7 @@ from retrax.layers.losses import (
     category_cross_entropy,
     weighted_category_cross_entropy,
 )
+from retrax.layers.masks import CausalMask, EncoderDecoderMask, PaddingMask
 from retrax.layers.metrics import (
     CategoryAccuracy,
     MacroAveragedFScore,
@@ -127,8 +149,23 @@ from retrax.layers.metrics import (
     category_accuracy,
     weighted_category_accuracy,
 )
+from retrax.layers.moe import MoE
 from retrax.layers.normalization import BatchNorm, FilterResponseNorm, LayerNorm
+from retrax.layers.pooling import AvgPool, MaxPool, SumPool
+from retrax.layers.position_bias import AlibiBias, RelativePositionBias
+from retrax.layers.positions import PositionalEncoding, SinCosPositionalEncoding
+from retrax.layers.rms_norm import RMSNorm
+from retrax.layers.rnn import GRU, LSTM, SRU, MakeZeroState, ScanSRUCell
+from retrax.layers.rnn_cells import (
+    ConvGRUCell,
+    GeneralGRUCell,
+    GRUCell,
+    InnerSRUCell,
+    LSTMCell,
+)
+from retrax.layers.rotary import RotaryPositions, Rotate, rotate
 from retrax.layers.running import data_axis, emit, row_mask
+from retrax.layers.sequences import check_state, initial_state
 from retrax.layers.sources import RandomUniform, Weights
 from retrax.layers.stack import inputs_from_stack, outputs_onto_stack
 from retrax.layers.stack_layers import (
@@ -144,19 +181,29 @@ from retrax.layers.stack_layers import (
     SubtractTop,
     Swap,
 )
+from retrax.layers.time_embedding import SinCosTimeEmbedding
 from retrax.layers.weighted import WeightedMean
 
 __all__ = [
+    "CRF",
     "EMPTY_STATE",
     "EMPTY_WEIGHTS",
+    "GEGLU",
     "GET_STATE_FROM_CACHE",
     "GET_WEIGHTS_FROM_CACHE",
+    "GRU",
+    "LSTM",
+    "SRU",
     "Accuracy",
     "Add",
+    "AlibiBias",
     "ArgMax",
     "AssertFunction",
     "AssertShape",
     "AtariConvInit",
+    "Attention",
+    "AttentionQKV",
+    "AvgPool",
     "BatchLeadingAxes",
     "BatchNorm",
     "Bidirectional",
@@ -164,21 +211,36 @@ __all__ = [
     "BinaryCrossEntropyLoss",
     "BinaryCrossEntropySum",
     "Branch",
+    "CRFAccuracy",
+    "CRFLoss",
     "Cache",
     "CategoryAccuracy",
     "CategoryCrossEntropy",
+    "CausalAttention",
+    "CausalConv",
+    "CausalDepthwiseConv",
+    "CausalMask",
     "Chunk",
     "Concatenate",
     "Cond",
+    "ConfigurableAttention",
+    "Conv",
+    "Conv1d",
+    "ConvGRUCell",
+    "ConvTranspose",
     "CrossEntropyLoss",
     "CrossEntropyLossWithLogSoftmax",
     "CrossEntropySum",
     "Dense",
+    "DepthwiseConv",
+    "DotProductAttention",
+    "DotProductCausalAttention",
     "Drop",
     "Dropout",
     "Dup",
     "Elu",
     "Embedding",
+    "EncoderDecoderMask",
     "Exp",
     "FastGelu",
     "FilterResponseNorm",
@@ -186,46 +248,65 @@ __all__ = [
     "FlattenList",
     "Fn",
     "Freeze",
+    "GRUCell",
     "Gate",
+    "GatedFeedForward",
     "Gelu",
+    "GeneralGRUCell",
     "GlorotNormalInitializer",
     "GlorotUniformInitializer",
     "Glu",
     "HardSigmoid",
     "HardTanh",
     "InitializerFromFile",
+    "InnerSRUCell",
     "KaimingNormalInitializer",
     "KaimingUniformInitializer",
     "L2Loss",
+    "LSTMCell",
     "Layer",
     "LayerNorm",
     "LeCunNormalInitializer",
     "LeCunUniformInitializer",
     "LeakyRelu",
+    "LoRA",
     "LocallyConnected1d",
     "Log",
     "LogSoftmax",
     "LogSumExp",
     "MacroAveragedFScore",
+    "MakeZeroState",
     "MaskedSequenceAccuracy",
     "Max",
+    "MaxPool",
     "Mean",
+    "MergeHeads",
     "Min",
+    "MoE",
     "Multiply",
     "Negate",
     "OrthogonalInitializer",
+    "PaddingMask",
     "Parallel",
     "ParametricRelu",
+    "PositionalEncoding",
     "PrintShape",
+    "PureAttention",
     "PureLayer",
+    "RMSNorm",
     "RandomNormalInitializer",
     "RandomUniform",
     "RandomUniformInitializer",
+    "ReGLU",
+    "RelativePositionBias",
     "Relu",
     "Repeat",
     "Residual",
+    "RotaryPositions",
+    "Rotate",
     "ScaledInitializer",
     "Scan",
+    "ScanSRUCell",
     "Select",
     "Selu",
     "SequenceAccuracy",
@@ -233,15 +314,20 @@ __all__ = [
     "SerialWithSideOutputs",
     "ShiftRight",
     "Sigmoid",
+    "SinCosPositionalEncoding",
+    "SinCosTimeEmbedding",
     "SmoothL1Loss",
     "Softmax",
     "Softplus",
     "Split",
+    "SplitIntoHeads",
     "StopGradient",
     "SubtractTop",
     "Sum",
+    "SumPool",
     "SummaryScalar",
     "Swap",
+    "SwiGLU",
     "Swish",
     "Tanh",
     "ThresholdToBinary",
@@ -254,21 +340,30 @@ __all__ = [
     "WeightedSum",
     "Weights",
     "assert_shape",
+    "attention_weights",
     "category_accuracy",
     "category_cross_entropy",
+    "check_state",
+    "crf_log_likelihood",
     "data_axis",
+    "dot_product_attention",
     "emit",
+    "initial_state",
     "inputs_from_stack",
+    "insert_lora",
     "log_gaussian_diag_pdf",
     "log_gaussian_pdf",
     "log_softmax",
     "logsoftmax_sample",
+    "merge_lora",
     "multigaussian_loss",
     "one_hot",
     "outputs_onto_stack",
+    "rotate",
     "row_mask",
     "to_list",
     "tree",
+    "viterbi",
     "weighted_category_accuracy",
     "weighted_category_cross_entropy",
 ]

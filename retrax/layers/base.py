@@ -73,6 +73,17 @@ class Layer(Holder):
     def init_weights_and_state(self, input_signature: Any) -> None:
         """Sets self.weights and self.state; layers without either need not write it."""
 
+    def start_state(self, state: State) -> State:
+        """Returns the layer's own state as it is before a sequence's first token.
+
+        To be written by layers whose state belongs to one sequence (caches, positions).
+        `state` may have further first axes (`Repeat`); sublayers are not its business.
+        """
+        return state
+
+    def check_own_state(self, state: State) -> None:
+        """Raises ValueError if concrete own state says that a sequence was too long."""
+
     # --- What users call ------------------------------------------------------------
 
     def init(
@@ -177,6 +188,16 @@ class Layer(Holder):
         if trees.is_concrete(new_state):
             self.state = new_state
         return y
+
+    def reset_state(self) -> None:
+        """Puts the state of sequences back to its beginning, in all sublayers too.
+
+        In mode 'predict' that empties attention caches and sets positions and carries
+        to their start. What was learned, like BatchNorm's averages, stays.
+        """
+        from retrax.layers import sequences  # It builds on this module.
+
+        self.state = sequences.initial_state(self, self.state)
 
     def output_signature(self, input_signature: Any) -> Any:
         """Returns the signature of the outputs; the layer must be initialised.

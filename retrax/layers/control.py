@@ -152,16 +152,26 @@ class Cache(Layer):
     """Computes its layer at the first call and gives the same outputs ever after.
 
     The state is (state of the layer, outputs); the outputs are () until the first
-    call, so a compiled function is compiled once more for the calls after it. Setting
-    the state back to what `init` gave makes it compute again.
+    call, so a compiled function is compiled once more for the calls after it. After
+    `reset_state()` it computes again.
     """
 
     has_own_state = True
 
-    def __init__(self, layer: Layer, name: str | None = None) -> None:
-        """Makes a layer that computes `layer` once."""
+    def __init__(
+        self, layer: Layer, name: str | None = None, mode: str = "predict"
+    ) -> None:
+        """Makes a layer that computes `layer` once.
+
+        Args:
+          layer: the layer.
+          name: name of the layer.
+          mode: nothing is kept in any mode but 'predict'; the layer is there in the
+            others so that models have the same tree of weights in all modes.
+        """
         super().__init__(layer.n_in, layer.n_out, name)
         self._sublayers = [layer]
+        self._keeps = mode == "predict"
 
     def init_weights_and_state(self, input_signature: Any) -> None:
         """Initialises the layer; nothing is kept yet."""
@@ -170,6 +180,10 @@ class Cache(Layer):
         self.weights, self.state = (weights,), (state, ())
         remember_output(self, input_signature, layer.output_signature(input_signature))
 
+    def start_state(self, state: Any) -> Any:
+        """Forgets the outputs."""
+        return ()
+
     def forward(self, inputs: Any) -> Any:
         """Returns what is kept, or computes it."""
         if isinstance(self.state[1], tuple) and self.state[1]:
@@ -177,8 +191,11 @@ class Cache(Layer):
         outputs, state = self.sublayers[0].pure_fn(
             inputs, self.weights[0], self.state[0], child_rngs(self)[0], use_cache=True
         )
-        self.state = (state, (outputs,))
+        self.state = (state, (outputs,) if self._keeps else ())
         return outputs
+
+    def __repr__(self) -> str:
+        return super().__repr__() if self._keeps else repr(self.sublayers[0])
 
 
 class BatchLeadingAxes(Layer):

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from retrax import trees
+from retrax.layers import sequences
 from retrax.layers.base import Layer, State, Weights, to_list
 from retrax.layers.combinators import Serial
 from retrax.layers.running import current_run, open_run
@@ -172,6 +173,7 @@ class Repeat(Layer):
             length=self._n,
             unroll=min(self._unroll, self._n),
         )
+        sequences.check_state(self._template, self.state)  # Blocks see tracers only.
         return y
 
     def _check_place(self, i: int) -> None:

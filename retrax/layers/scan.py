@@ -100,6 +100,10 @@ class Scan(Layer):
         stacked = [ShapeDtype(_with(y.shape, self._axis, length), y.dtype) for y in ys]
         remember_output(self, input_signature, packed([*stacked, *new_carry]))
 
+    def start_state(self, state: State) -> State:
+        """Forgets the carry of the calls before."""
+        return jax.tree.map(jnp.zeros_like, state)
+
     def forward(self, inputs: Any) -> Any:
         """Runs the layer along the axis."""
         xs, carry = self._parts(jax.tree.map(jnp.asarray, inputs))

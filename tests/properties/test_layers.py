@@ -98,6 +98,8 @@ def logits_and(*more):
     return (f(3, 4, 5), ids(5, 3, 4), *more)
 
 
+MASK = ids(2, 2, 1, 1, 3)
+
 CARRY = "the weights are float32, so the carry would change from bfloat16 to float32"
 BLOCK = "the weights are float32, so a block would change bfloat16 to float32"
 NO_FLOATS = "there is no float to differentiate by"
@@ -316,6 +318,138 @@ TABLE = [
         mixed=BLOCK,
     ),
     case("Repeat:remat", lambda: tl.Repeat(tl.Tanh, 3, remat=True), f(3, 4)),
+    # Recurrent.
+    case("LSTM", lambda: tl.LSTM(4), f(2, 5, 3)),
+    case(
+        "LSTM:state",
+        lambda: tl.LSTM(4, return_state=True, initial_state=True),
+        f(2, 5, 3),
+        f(2, 8),
+    ),
+    case("LSTM:mask", lambda: tl.LSTM(4, use_mask=True), f(2, 5, 3), ids(2, 2, 5)),
+    case("LSTM:predict", lambda: tl.LSTM(4, mode="predict"), f(2, 5, 3)),
+    case("GRU", lambda: tl.GRU(4), f(2, 5, 3)),
+    case("GRU:mask", lambda: tl.GRU(4, use_mask=True), f(2, 5, 3), ids(2, 2, 5)),
+    case("GRU:predict", lambda: tl.GRU(4, mode="predict"), f(2, 5, 3)),
+    case("SRU", lambda: tl.SRU(4), f(2, 5, 4)),
+    case("SRU:mask", lambda: tl.SRU(4, use_mask=True), f(2, 5, 3), ids(2, 2, 5)),
+    case("LSTMCell", lambda: tl.LSTMCell(4), f(3, 2), f(3, 8)),
+    case("GRUCell", lambda: tl.GRUCell(4), f(3, 2), f(3, 4)),
+    case("InnerSRUCell", tl.InnerSRUCell, f(3, 4), pos(3, 4), f(3, 4)),
+    case("ScanSRUCell", tl.ScanSRUCell, f(2, 5, 4), pos(2, 5, 4), f(2, 4)),
+    case("MakeZeroState", lambda: tl.MakeZeroState(2), f(2, 5, 3)),
+    case("GeneralGRUCell", lambda: tl.GeneralGRUCell(dense), f(3, 4)),
+    case("ConvGRUCell", lambda: tl.ConvGRUCell(3), f(2, 4, 5, 3)),
+    # Convolutions and pooling.
+    case("Conv", lambda: tl.Conv(4, 3, 2, "SAME"), f(2, 5, 6, 3)),
+    case("Conv:groups", lambda: tl.Conv(4, (3, 2), groups=2), f(2, 2, 5, 6, 4)),
+    case("Conv1d", lambda: tl.Conv1d(4, 3, rhs_dilation=2), f(2, 7, 3)),
+    case("DepthwiseConv", lambda: tl.DepthwiseConv(3, 2), f(2, 5, 6, 3)),
+    case("ConvTranspose", lambda: tl.ConvTranspose(4, 3, 2), f(2, 5, 6, 3)),
+    case("CausalConv", lambda: tl.CausalConv(4, rhs_dilation=2), f(2, 7, 3)),
+    case("CausalConv:predict", lambda: tl.CausalConv(4, mode="predict"), f(2, 7, 3)),
+    case("CausalDepthwiseConv", tl.CausalDepthwiseConv, f(2, 7, 3)),
+    case(
+        "CausalDepthwiseConv:predict",
+        lambda: tl.CausalDepthwiseConv(mode="predict"),
+        f(2, 7, 3),
+    ),
+    case("MaxPool", tl.MaxPool, f(2, 5, 6, 3)),
+    case("SumPool", lambda: tl.SumPool((2, 2), (2, 1)), f(2, 5, 6, 3)),
+    case("AvgPool", lambda: tl.AvgPool((3,), padding="SAME"), f(2, 5, 6, 3)),
+    case("RMSNorm", tl.RMSNorm, f(3, 4)),
+    case("GatedFeedForward", lambda: tl.GatedFeedForward(5, d_out=2), f(3, 4)),
+    case("GatedFeedForward:bias", lambda: tl.SwiGLU(5, use_bias=True), f(3, 4)),
+    case("SwiGLU", lambda: tl.SwiGLU(5), f(2, 3, 4)),
+    case("GEGLU", lambda: tl.GEGLU(5), f(3, 4)),
+    case("ReGLU", lambda: tl.ReGLU(5), f(3, 4)),
+    case("SinCosTimeEmbedding", lambda: tl.SinCosTimeEmbedding(4), f(3)),
+    case(
+        "SinCosTimeEmbedding:ids",
+        lambda: tl.SinCosTimeEmbedding(4),
+        ids(9, 3),
+        grad=NO_FLOATS,
+    ),
+    case("MoE", lambda: tl.MoE(lambda: [dense(), tl.Tanh()], 3), f(2, 5, 4)),
+    case("MoE:one", lambda: tl.MoE(dense, 3, k=1, return_loss=True), f(2, 5, 4)),
+    case("MoE:eval", lambda: tl.MoE(dense, 3, mode="eval"), f(3, 4)),
+    case("CRF", tl.CRF, f(2, 5, 3)),
+    case("CRFLoss", tl.CRFLoss, f(2, 5, 4, 3), ids(3, 2, 5), pos(2, 5)),
+    case("CRFAccuracy", tl.CRFAccuracy, f(2, 5, 4, 3), ids(3, 2, 5), pos(2, 5)),
+    case("LoRA", lambda: tl.LoRA(dense(), rank=2), f(3, 4)),
+    # Attention and positions.
+    case("Attention", lambda: tl.Attention(4, 2), f(2, 3, 4), MASK),
+    case("Attention:viz", lambda: tl.Attention(4, 2, mode="viz"), f(2, 3, 4), MASK),
+    case(
+        "Attention:positions",
+        lambda: tl.Attention(4, 2, rotary=True, position_bias=tl.AlibiBias(2), chunk=2),
+        f(2, 3, 4),
+        MASK,
+    ),
+    case(
+        "AttentionQKV",
+        lambda: tl.AttentionQKV(4, 2, n_kv_heads=1, dropout=0.5),
+        f(2, 2, 4),
+        f(2, 3, 5),
+        f(2, 3, 5),
+        MASK,
+    ),
+    case("PureAttention", lambda: tl.PureAttention(2), *[f(2, 3, 4)] * 3, MASK),
+    case(
+        "DotProductAttention",
+        lambda: tl.DotProductAttention(dropout=0.5),
+        *[f(2, 2, 3, 4)] * 3,
+        MASK,
+    ),
+    case("CausalAttention", lambda: tl.CausalAttention(4, 2), f(2, 3, 4)),
+    case(
+        "CausalAttention:bias",
+        lambda: tl.CausalAttention(4, 2, position_bias=tl.RelativePositionBias(2)),
+        f(2, 3, 4),
+    ),
+    case(
+        "CausalAttention:predict",
+        lambda: tl.CausalAttention(
+            4, 2, max_inference_length=5, rotary=True, mode="predict"
+        ),
+        f(2, 3, 4),
+    ),
+    case(
+        "ConfigurableAttention",
+        lambda: tl.ConfigurableAttention(
+            *[dense(), dense(), dense(), dense()],
+            tl.DotProductCausalAttention(dropout=0.5),
+            n_heads=2,
+        ),
+        f(2, 3, 4),
+    ),
+    case("DotProductCausalAttention", tl.DotProductCausalAttention, *[f(2, 3, 4)] * 3),
+    case("SplitIntoHeads", lambda: tl.SplitIntoHeads(2), f(2, 3, 4)),
+    case("MergeHeads", lambda: tl.MergeHeads(2), f(4, 3, 2)),
+    case("PaddingMask", tl.PaddingMask, ids(3, 2, 4), grad=NO_FLOATS),
+    case("CausalMask", tl.CausalMask, f(2, 3, 4)),
+    case("EncoderDecoderMask", tl.EncoderDecoderMask, f(2, 4, 5), MASK),
+    case("PositionalEncoding", lambda: tl.PositionalEncoding(8), f(2, 3, 4)),
+    case(
+        "PositionalEncoding:learned",
+        lambda: tl.PositionalEncoding(8, dropout=0.5, d_feature=2, kind="learned"),
+        f(2, 3, 4),
+    ),
+    case(
+        "PositionalEncoding:predict",
+        lambda: tl.PositionalEncoding(8, mode="predict", kind="trainable"),
+        f(2, 3, 4),
+    ),
+    case("SinCosPositionalEncoding", tl.SinCosPositionalEncoding, f(2, 3, 4)),
+    case("RotaryPositions", tl.RotaryPositions, f(2, 3, 4)),
+    case("Rotate", tl.Rotate, f(2, 3, 4)),
+    case(
+        "RelativePositionBias",
+        lambda: tl.RelativePositionBias(2, 6, 8),
+        ids(9, 3),
+        ids(9, 4),
+    ),
+    case("AlibiBias", lambda: tl.AlibiBias(2), ids(9, 3), ids(9, 4), grad=NO_FLOATS),
 ]
 
 # Exported, and no layers to be put into the table.
