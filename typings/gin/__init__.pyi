@@ -1,4 +1,4 @@
-# What pyright cannot infer of gin-config: its decorators keep the type of what they wrap.
+# What pyright cannot infer of gin-config: its decorators keep the wrapped type.
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, overload
 
