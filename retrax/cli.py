@@ -1,4 +1,4 @@
-"""The command line: `retrax train | eval | configs | doctor`.
+"""The command line: `retrax train | eval | predict | configs | doctor`.
 
 Top of the order: it parses arguments and configurations, calls the library and turns
 errors into messages and exit codes. It holds nothing else.
@@ -40,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return commands.run(args)
     except commands.INTERRUPTED as e:
-        print(f"\n{e}", file=sys.stderr)
+        print(f"\n{str(e).splitlines()[0]}", file=sys.stderr)  # Below it gin's own.
         return e.exit_code
     except KeyboardInterrupt:
         print("\nInterrupted.", file=sys.stderr)
@@ -68,13 +68,42 @@ def _parser() -> argparse.ArgumentParser:
         "--n_batches", type=int, help="batches to evaluate on; by default all"
     )
     _add_config_flags(evaluate)
+    predict = commands.add_parser("predict", help="sample from a trained run")
+    _add_predict_flags(predict)
     configs = commands.add_parser("configs", help="list the configurations that ship")
     doctor = commands.add_parser("doctor", help="show versions, devices, memory")
-    for command in (train, evaluate, configs, doctor):
+    for command in (train, evaluate, predict, configs, doctor):
         command.add_argument(
             "--debug", action="store_true", help="show tracebacks of all errors"
         )
     return parser
+
+
+def _add_predict_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("dir", help="the run's output directory")
+    parser.add_argument("--checkpoint", help="file to use instead of model.pkl")
+    prompts = parser.add_mutually_exclusive_group()
+    prompts.add_argument(
+        "--prompt", default="", help="text that the sample goes on from; or ids: '3 4'"
+    )
+    prompts.add_argument("--prompt_file", help="file with one prompt on each line")
+    parser.add_argument(
+        "--length", type=int, default=200, help="new tokens at most (default 200)"
+    )
+    parser.add_argument(
+        "--temperature",
+        type=float,
+        default=1.0,
+        help="0 for the most probable token each time (default 1)",
+    )
+    parser.add_argument("--top_k", type=int, help="choose among this many tokens")
+    parser.add_argument(
+        "--top_p", type=float, help="choose among tokens of this probability together"
+    )
+    parser.add_argument(
+        "--seed", type=int, default=0, help="another one, another sample (default 0)"
+    )
+    _add_config_flags(parser)
 
 
 def _add_config_flags(parser: argparse.ArgumentParser) -> None:

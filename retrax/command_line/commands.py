@@ -1,4 +1,4 @@
-"""The commands: train, eval, configs, doctor."""
+"""The commands: train, eval, configs, doctor; predict has a module of its own."""
 
 from __future__ import annotations
 
@@ -11,13 +11,10 @@ import platform
 import re
 import sys
 import tempfile
-from pathlib import Path
 from typing import Any
 
-import gin
-
 import retrax
-from retrax.command_line import configs
+from retrax.command_line import configs, predict
 from retrax.errors import ConfigError
 from retrax.trainer.interrupts import Interrupted
 
@@ -36,6 +33,7 @@ def run(args: argparse.Namespace) -> int:
     return {
         "train": _train,
         "eval": _eval,
+        "predict": predict.run,
         "configs": _configs,
         "doctor": _doctor,
     }[args.command](args)
@@ -65,33 +63,20 @@ def _train(args: argparse.Namespace) -> int:
 
 def _eval(args: argparse.Namespace) -> int:
     from retrax import layers as tl
-    from retrax.data.inputs import Inputs
+    from retrax.shapes import ShapeDtype
     from retrax.trainer import Evaluator, load_trainer_state
-    from retrax.trainer.default_metrics import default_metrics
+    from retrax.trainer.default_metrics import default_metrics, target_rank
 
-    folder = Path(args.dir)
-    if not folder.is_dir():
-        raise ConfigError(f"{folder} is no directory of a run.")
-    if not args.config_file and not (folder / "config.gin").is_file():
-        raise ConfigError(
-            f"{folder} holds no run: there is no config.gin in it. Give the output_dir "
-            "of a training, or --config_file as well."
-        )
-    files = args.config_file or [str(folder / "config.gin")]
-    configs.read(files, args.config)
-    bound = gin.get_bindings("train")
-    for name in ("model", "inputs"):
-        if name not in bound:
-            raise ConfigError(f"{', '.join(files)} binds no train.{name}.")
+    bound = configs.read_run(args.dir, args.config_file, args.config)
     loss_fn = bound.get("loss_fn") or tl.WeightedCategoryCrossEntropy()
     model = bound["model"](mode="eval")
-    state = load_trainer_state(folder, model, args.checkpoint)
-    made: Any = bound["inputs"]
-    inputs: Any = made() if callable(made) else made
-    if not isinstance(inputs, Inputs):
-        raise ConfigError(f"train.inputs makes no data.Inputs but {inputs!r}.")
-    evaluator = Evaluator(model, bound.get("metrics") or default_metrics(loss_fn))
-    metrics = evaluator.evaluate(
+    state = load_trainer_state(args.dir, model, args.checkpoint)
+    inputs = configs.inputs_of(bound)
+    layers = bound.get("metrics")
+    if layers is None:
+        signature = list(map(ShapeDtype, *inputs.example_shape_dtype))
+        layers = default_metrics(loss_fn, target_rank(signature))
+    metrics = Evaluator(model, layers).evaluate(
         inputs.eval_stream(1),
         state.opt_state.weights,
         state.model_state,

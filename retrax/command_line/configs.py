@@ -14,12 +14,14 @@ import re
 from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
+from typing import Any
 
 import gin
 
+from retrax.data.inputs import Inputs
 from retrax.errors import ConfigError
 
-__all__ = ["find", "read", "shipped"]
+__all__ = ["find", "inputs_of", "read", "read_run", "shipped"]
 
 _PACKAGES = (
     "retrax.layers",
@@ -90,6 +92,49 @@ def read(files: Sequence[str], bindings: Sequence[str]) -> None:
         ) from e
     except (ValueError, OSError) as e:
         raise ConfigError(f"{_without_carets(e)}{_nearest(str(e))}") from e
+
+
+def read_run(
+    folder: str, files: Sequence[str], bindings: Sequence[str]
+) -> dict[str, Any]:
+    """Parses the configuration of a finished run; returns what `train` is bound to.
+
+    Args:
+      folder: the run's output directory.
+      files: configuration files instead of the run's own config.gin.
+      bindings: bindings on top of them.
+
+    Raises:
+      ConfigError: there is no run, or it binds no model or no inputs.
+    """
+    if not Path(folder).is_dir():
+        raise ConfigError(f"{folder} is no directory of a run.")
+    own = Path(folder) / "config.gin"
+    if not files and not own.is_file():
+        raise ConfigError(
+            f"{folder} holds no run: there is no config.gin in it. Give the output_dir "
+            "of a training, or --config_file as well."
+        )
+    files = files or [str(own)]
+    read(files, bindings)
+    bound = gin.get_bindings("train")
+    for name in ("model", "inputs"):
+        if name not in bound:
+            raise ConfigError(f"{', '.join(files)} binds no train.{name}.")
+    return bound
+
+
+def inputs_of(bound: dict[str, Any]) -> Inputs:
+    """Makes the inputs that `train` is bound to.
+
+    Raises:
+      ConfigError: they are no `Inputs`.
+    """
+    made = bound["inputs"]
+    inputs = made() if callable(made) else made
+    if not isinstance(inputs, Inputs):
+        raise ConfigError(f"train.inputs makes no data.Inputs but {inputs!r}.")
+    return inputs
 
 
 @functools.cache

@@ -1,6 +1,6 @@
-"""Supervised training: `train()`, schedules, and what goes with them."""
+"""Supervised training: `train()`, schedules, decoding, and what goes with them."""
 
-from retrax.supervised import lr_schedules, trainer_lib
+from retrax.supervised import decoding, lr_schedules, trainer_lib
 from retrax.supervised.trainer_lib import train
 
-__all__ = ["lr_schedules", "train", "trainer_lib"]
+__all__ = ["decoding", "lr_schedules", "train", "trainer_lib"]

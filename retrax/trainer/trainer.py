@@ -34,7 +34,7 @@ from retrax.trainer.arguments import (
     made_optimizer,
 )
 from retrax.trainer.checkpointer import Checkpointer
-from retrax.trainer.default_metrics import default_metrics
+from retrax.trainer.default_metrics import default_metrics, target_rank
 from retrax.trainer.epochs import epoch_lengths, epochs
 from retrax.trainer.evaluator import Evaluator
 from retrax.trainer.history import History
@@ -158,7 +158,9 @@ class Trainer:
             hooks=self,
             **dict(step_options or {}),
         )
-        self._metrics = dict(default_metrics(loss_fn) if metrics is None else metrics)
+        if metrics is None:
+            metrics = default_metrics(loss_fn, target_rank(self._input_signature))
+        self._metrics = dict(metrics)
         check_metric_name("checkpoint_highest", checkpoint_highest, self._metrics)
         check_metric_name("checkpoint_lowest", checkpoint_lowest, self._metrics)
         self._checkpointer = Checkpointer(
@@ -206,7 +208,6 @@ class Trainer:
 
     def train_step(self, batch: tuple[Any, ...]) -> None:
         """Updates the weights once and notes what the log will show."""
-        self._is_initial = False
         step = self._step + 1
         rate = self._lr_schedule(step)
         _, stats = self.step_trainer.one_step(batch, self._rng, step, rate)
@@ -416,6 +417,7 @@ class Trainer:
         if not self._is_initial:
             self._init_model()
             self.step_trainer.reset_optimizer()
+        self._is_initial = False  # From here on anybody may change the weights.
 
     def _move_to(self, output_dir: Path | None) -> None:
         if output_dir == self._output_dir:

@@ -38,7 +38,7 @@ def test_a_signal_saves_the_last_finished_step(run, whole_run, signum, step):
 def test_a_second_ctrl_c_ends_the_run_at_once(run):
     process = run.start(60, "--stop-at", "15")
     run.wait_until_stopped(process)
-    # Two that come too close are one, so they are sent as a person would: until it ends.
+    # Two that come too close are one, so one is sent after the other until it ends.
     for _ in range(100):
         process.send_signal(signal.SIGINT)
         with contextlib.suppress(subprocess.TimeoutExpired):

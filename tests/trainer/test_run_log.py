@@ -5,6 +5,7 @@ import json
 import logging
 import math
 import resource
+import select
 import struct
 import subprocess
 import sys
@@ -371,4 +372,7 @@ def test_bar_on_a_terminal_without_a_size(tmp_path):
     with open(side, "w") as stream, open(main, "rb", buffering=0) as screen:
         with RunLog(total_steps=7, stream=stream) as log:
             log.tick(3)
-        assert b"3/7" in screen.read(4096)
+        shown = b""
+        while b"3/7" not in shown:  # A pseudo-terminal gives what there is so far.
+            assert select.select([screen], [], [], 30)[0], shown
+            shown += screen.read(4096)

@@ -371,7 +371,7 @@ def test_fixed_leaves_keep_their_bits_and_have_no_slot():
 
 
 def on_replicas(kind, batches, accumulate=1, weights=None, **options):
-    """One SGD step of rate 1 on replicas; (gradients, out) as the first one has them."""
+    """One SGD step of rate 1 on replicas: (gradients, out) of the first."""
     n = len(batches)
     reduce = Reduce("batch", n, kind)
     update = sgd_update(reduce, accumulate, **options)

@@ -5,6 +5,7 @@ import io
 import json
 import os
 import pickle
+import shutil
 import subprocess
 import sys
 
@@ -220,18 +221,20 @@ def test_step_options_reach_the_step():
 
 
 @pytest.mark.parametrize(
-    ("loss", "expected"),
+    ("loss", "rank", "expected"),
     [
-        (tl.L2Loss(), {"loss"}),
-        (tl.CategoryCrossEntropy(), {"loss", "accuracy"}),
+        (tl.L2Loss(), 2, {"loss"}),
+        (tl.CategoryCrossEntropy(), 2, {"loss", "accuracy"}),
+        (tl.WeightedCategoryCrossEntropy(), 1, {"loss", "accuracy"}),
         (
             tl.WeightedCategoryCrossEntropy(),
+            2,
             {"loss", "accuracy", "sequence_accuracy"},
         ),
     ],
 )
-def test_default_metrics_suit_the_loss(loss, expected):
-    metrics = default_metrics(loss)
+def test_default_metrics_suit_the_loss_and_the_targets(loss, rank, expected):
+    metrics = default_metrics(loss, rank)
     assert set(metrics) == expected and metrics["loss"] is loss
     assert all(m.n_in == loss.n_in for m in metrics.values())
 
@@ -427,12 +430,19 @@ def test_summaries_tell_of_training_and_of_metrics(tmp_path):
         assert any("tfevents" in name for name in names(tmp_path / mode))
 
 
-@pytest.fixture
-def stopped(tmp_path):
-    """(folder, all values) of a run of 4 steps with the noisy model."""
-    trainer = make(tmp_path / "run", model=noisy_model)
+@pytest.fixture(scope="module")
+def first_run(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("first")
+    trainer = make(folder, model=noisy_model)
     trainer.run(4, eval_frequency=2, eval_steps=1)
-    return tmp_path / "run", all_of(trainer)
+    return folder, all_of(trainer)
+
+
+@pytest.fixture
+def stopped(first_run, tmp_path):
+    """(folder, all values) of a run of 4 steps with the noisy model."""
+    shutil.copytree(first_run[0], tmp_path / "run")
+    return tmp_path / "run", first_run[1]
 
 
 def test_a_new_trainer_goes_on_bit_for_bit(stopped):
@@ -539,7 +549,10 @@ import numpy as np
 from retrax import layers as tl
 from retrax.trainer import load_trainer_state
 net = tl.Serial(
-    tl.Dense(4), tl.BatchNorm(axis=0, mode="eval"), tl.Dropout(0.5, mode="eval"), tl.Dense(3)
+    tl.Dense(4),
+    tl.BatchNorm(axis=0, mode="eval"),
+    tl.Dropout(0.5, mode="eval"),
+    tl.Dense(3),
 )
 state = load_trainer_state({str(folder)!r}, net)
 net.weights, net.state = state.opt_state.weights, state.model_state
@@ -561,6 +574,15 @@ def test_reset_goes_back_to_the_very_beginning():
     assert all_of(trainer) == all_of(make(model=noisy_model))
     trainer.run(3, 2, 1)
     assert all_of(trainer) == first and trainer.history == history
+
+
+def test_reset_undoes_weights_that_were_set():
+    trainer = make(model=noisy_model)
+    initial = all_of(trainer)
+    trainer.model_weights = jax.tree.map(jnp.ones_like, trainer.model_weights)
+    trainer.model_state = jax.tree.map(jnp.ones_like, trainer.model_state)
+    trainer.reset(None)
+    assert all_of(trainer) == initial
 
 
 def test_reset_goes_back_to_the_checkpoint(stopped):
