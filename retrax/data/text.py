@@ -59,8 +59,11 @@ def shakespeare(
     >>> tokens.shape, tokens.dtype.name, weights.dtype.name
     ((3, 64), 'int32', 'float32')
     """
-    train, validation = (CharTokenizer().encode(text) for text in shakespeare_text())
-    return lm_inputs(train, validation, batch_size, length, eval_batch_size, seed)
+    tokenizer = CharTokenizer()
+    train, validation = (tokenizer.encode(text) for text in shakespeare_text())
+    return lm_inputs(
+        train, validation, batch_size, length, eval_batch_size, seed, tokenizer
+    )
 
 
 def shakespeare_text() -> tuple[str, str]:

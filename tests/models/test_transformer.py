@@ -158,19 +158,20 @@ def test_predict_runs_the_encoder_once():
         V, n_encoder_layers=1, n_decoder_layers=1, mode="predict", **SMALL
     )
     source = np.array([[5, 6, 7, 0]], np.int32)
-    start = np.array([[0]], np.int32)
-    model.init((source, start), rng=jax.random.key(0))
-    first = np.asarray(model((source, start))[0])
-    model.reset_state()
-    np.testing.assert_array_equal(model((source, start))[0], first)
-    # The encoder's output is kept: only the mask is made anew, which is the same.
     other = np.array([[6, 7, 5, 0]], np.int32)
-    same = model((source, start + 4))[0]
-    model.reset_state()
-    model((source, start))
-    np.testing.assert_array_equal(model((other, start + 4))[0], same)
-    model.reset_state()
-    assert np.abs(model((other, start))[0] - first).max() > 1e-4
+    ids = np.array([[0]], np.int32)
+    model.init((source, ids), rng=jax.random.key(0))
+    f = jax.jit(lambda x, state: model.pure_fn(x, model.weights, state, None))
+    (first, _), state = f((source, ids), model.state)
+    # The encoder's output is kept: only the mask is made anew, which is the same.
+    (same, _), _ = f((source, ids + 4), state)
+    (of_other, _), _ = f((other, ids + 4), state)
+    np.testing.assert_array_equal(of_other, same)
+    fresh = tl.initial_state(model, state)
+    (again, _), _ = f((source, ids), fresh)
+    (of_other, _), _ = f((other, ids), fresh)
+    np.testing.assert_array_equal(again, first)
+    assert np.abs(of_other - first).max() > 1e-4
 
 
 def test_errors_name_numbers():
