@@ -239,6 +239,7 @@ def build_update(
     state_sync: list[str | None],
     accumulate: int = 1,
     skip_nonfinite: bool = True,
+    packed: bool = False,
 ) -> Callable[[Carry, Any, Any], tuple[Carry, dict[str, Any]]]:
     """Builds `update(carry, shared, xs) -> (carry, out)`.
 
@@ -261,7 +262,10 @@ def build_update(
       state_sync: for each leaf of the state, how replicas agree on it.
       accumulate: number of micro-batches the batch is cut into, one after the other.
       skip_nonfinite: keep everything when a gradient is not finite.
+      packed: the carry is kept in few buffers (see `Packing`), where choosing between
+        old and new values is free and a branch is not.
     """
+    choose = _select_if if packed else _apply_if
 
     def update(carry: Carry, shared: Any, xs: Any) -> tuple[Carry, dict[str, Any]]:
         weights, state, slots, n_skipped, weights_l2 = carry
@@ -294,7 +298,7 @@ def build_update(
 
         old = (trained, slots, state)
         if skip_nonfinite:
-            new, out = _apply_if(finite, apply, old)
+            new, out = choose(finite, apply, old)
             n_skipped = n_skipped + (1 - finite.astype(jnp.int32))
         else:
             new, out = apply(old)
@@ -381,6 +385,18 @@ def _apply_if(
         return old, unknown
 
     return jax.lax.cond(finite, apply, keep, old)
+
+
+def _select_if(
+    finite: Any, apply: Callable[[Any], tuple[Any, Any]], old: Any
+) -> tuple[Any, dict[str, Any]]:
+    """Does what `_apply_if` does, by a select of each value."""
+    new, stats = apply(old)
+    return jax.tree.map(
+        lambda a, b: jnp.where(finite, a, b),
+        (new, stats),
+        (old, jax.tree.map(_unknown, stats)),
+    )
 
 
 def _unknown(stat: Any) -> Any:

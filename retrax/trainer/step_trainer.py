@@ -22,6 +22,7 @@ from retrax.layers.running import batch_context
 from retrax.optimizers import l2_norm
 from retrax.optimizers.base import Optimizer
 from retrax.trainer.devices import Devices
+from retrax.trainer.packing import Packing
 from retrax.trainer.padding import pad_rows
 from retrax.trainer.step import Aux, Carry, Reduce, build_update, from_loss
 
@@ -96,6 +97,7 @@ class StepTrainer:
         self._compiled: dict[bool, Any] = {}
         self._maskable: bool | None = None
         self._carry: Any = None
+        self._packing: Packing | None = None
         self._layers_current = True  # The layers hold what the carry holds.
         self._reload_needed = True  # The carry must be made anew from the layers.
         self._learning_rate: tuple[float | None, Any] = (None, None)
@@ -199,7 +201,7 @@ class StepTrainer:
         """
         if self._reload_needed:
             self._reload()
-        return self._carry
+        return self._unpacked()
 
     @property
     def weights(self) -> Any:
@@ -226,7 +228,7 @@ class StepTrainer:
 
     @slots.setter
     def slots(self, value: Any) -> None:
-        self._carry = self.carry._replace(slots=self.devices.put(value))
+        self._hold(self.carry._replace(slots=self.devices.put(value)))
 
     @property
     def n_skipped(self) -> int:
@@ -236,7 +238,7 @@ class StepTrainer:
     @n_skipped.setter
     def n_skipped(self, value: int) -> None:
         n_skipped = self.devices.put(jnp.int32(value))
-        self._carry = self.carry._replace(n_skipped=n_skipped)
+        self._hold(self.carry._replace(n_skipped=n_skipped))
 
     @property
     def opt_params(self) -> dict[str, Any]:
@@ -267,8 +269,9 @@ class StepTrainer:
         """Brings the layers up to date; called by layers that are read or set."""
         if not self._layers_current and self._carry is not None:
             self._layers_current = True
-            self._model._store("weights", self.devices.fetch(self._carry.weights))
-            self._model._store("state", self.devices.fetch(self._carry.state))
+            weights, state = self.devices.fetch(self._unpacked()[:2])
+            self._model._store("weights", weights)
+            self._model._store("state", state)
         if about_to_change:
             self._reload_needed = True
 
@@ -299,18 +302,31 @@ class StepTrainer:
             slots = self.devices.put(slots)
             n_skipped = self.devices.put(jnp.int32(0))
         else:
-            slots, n_skipped = self._carry.slots, self._carry.n_skipped
-        self._carry = Carry(
-            self.devices.put(weights),
-            self.devices.put(state),
-            slots,
-            n_skipped,
-            self.devices.put(l2_norm(trained)),
+            _, _, slots, n_skipped, _ = self._unpacked()
+        self._hold(
+            Carry(
+                self.devices.put(weights),
+                self.devices.put(state),
+                slots,
+                n_skipped,
+                self.devices.put(l2_norm(trained)),
+            )
         )
         # The layers ask for their values from here on, and keep no second copy.
         for layer in self._layers:
             layer._weights = layer._state = None
         self._layers_current, self._reload_needed = False, False
+
+    def _hold(self, carry: Carry) -> None:
+        """Keeps a carry for the next step; a small one in few buffers."""
+        packing = Packing(carry, _kind) if Packing.suits(carry) else None
+        if packing != self._packing:
+            self._packing = packing
+            self._compiled.clear()
+        self._carry = self.devices.put(packing.pack(carry)) if packing else carry
+
+    def _unpacked(self) -> Carry:
+        return self._packing.unpack(self._carry) if self._packing else self._carry
 
     def _check_weights(self, weights: Any) -> None:
         for path, leaf in layer_tree.named_leaves(self._model, weights):
@@ -323,8 +339,9 @@ class StepTrainer:
     # --- Compiling --------------------------------------------------------------------
 
     def _compile(self, split: bool) -> Any:
-        weights, state = self._carry[:2]
+        weights, state = self._unpacked()[:2]
         syncs = layer_tree.state_sync_list(self._model, state)
+        packing = self._packing
         update = build_update(
             self._masked_gradients,
             self.update,
@@ -333,8 +350,10 @@ class StepTrainer:
             [sync for _, sync in syncs],
             self._accumulate,
             self._skip_nonfinite,
+            packed=packing is not None,
         )
-        self._compiled[split] = self.devices.compile(update, split=split)
+        fn = packing.over(update) if packing else update
+        self._compiled[split] = self.devices.compile(fn, split=split)
         return self._compiled[split]
 
     def _masked_gradients(
@@ -380,7 +399,7 @@ class StepTrainer:
                 return loss
 
             mask = np.ones(batch[0].shape[0], np.float32)
-            weights, state = self._carry[:2]
+            weights, state = self._unpacked()[:2]
             jax.eval_shape(probe, weights, state, jax.random.key(0), mask, batch)
             self._maskable = found[0] is not None
         return self._maskable
@@ -406,7 +425,7 @@ class StepTrainer:
 
     def _check_state_sync(self, batch: tuple[Any, ...]) -> None:
         """Refuses float state that changes without saying how replicas agree on it."""
-        weights, state = self._carry[:2]
+        weights, state = self._unpacked()[:2]
         syncs = layer_tree.state_sync_list(self._model, state)
         leaves = jax.tree.leaves(state)
         open_ends = [
@@ -428,6 +447,12 @@ class StepTrainer:
                     f"does not say how {self.devices.n} devices agree on it: set "
                     "state_sync = 'mean', 'sum' or 'same' in the layer's class."
                 )
+
+
+def _kind(path: tuple[Any, ...]) -> Any:
+    """Which leaves of a carry lie together: all weights, all first slots, ..."""
+    field, *rest = path
+    return (field, *rest[1:]) if field.name == "slots" else field
 
 
 def _bare(batch: Any) -> Any:
