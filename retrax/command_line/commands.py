@@ -50,7 +50,9 @@ def message(e: BaseException) -> str:
 
 def _train(args: argparse.Namespace) -> int:
     from retrax.supervised import trainer_lib
+    from retrax.trainer import allocator
 
+    allocator.keep_freed_memory()
     if not args.config_file and not args.config:
         raise ConfigError(
             "nothing says what to train: give --config_file. These ship: "
