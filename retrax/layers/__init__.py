@@ -5,6 +5,7 @@ families of layers; `combinators` and `control` join them; `tree`, `summary` and
 `files` read models.
 """
 
+from retrax.errors import LayerError
 from retrax.layers import tree
 from retrax.layers.activation_fns import (
     Elu,
@@ -75,6 +76,7 @@ from retrax.layers.core import (
     Dropout,
     Embedding,
     SummaryScalar,
+    TiedEmbedding,
 )
 from retrax.layers.crf import CRF, CRFAccuracy, CRFLoss, crf_log_likelihood, viterbi
 from retrax.layers.deconvolution import ConvTranspose
@@ -104,6 +106,10 @@ from retrax.layers.gaussians import (
     multigaussian_loss,
 )
 from retrax.layers.glu import GEGLU, GatedFeedForward, ReGLU, SwiGLU
+from retrax.layers.infinite_positions import (
+    InfinitePositionalEncoding,
+    TimeBinPositionalEncoding,
+)
 from retrax.layers.initializers import (
     AtariConvInit,
     GlorotNormalInitializer,
@@ -154,6 +160,19 @@ from retrax.layers.normalization import BatchNorm, FilterResponseNorm, LayerNorm
 from retrax.layers.pooling import AvgPool, MaxPool, SumPool
 from retrax.layers.position_bias import AlibiBias, RelativePositionBias
 from retrax.layers.positions import PositionalEncoding, SinCosPositionalEncoding
+from retrax.layers.reversible import (
+    ReversibleConcatenatePair,
+    ReversibleLayer,
+    ReversiblePrintShape,
+    ReversibleReshape,
+    ReversibleSelect,
+    ReversibleSwap,
+)
+from retrax.layers.reversible_residual import (
+    ReversibleHalfResidual,
+    ReversibleMomentumResidual,
+    ReversibleSerial,
+)
 from retrax.layers.rms_norm import RMSNorm
 from retrax.layers.rnn import GRU, LSTM, SRU, MakeZeroState, ScanSRUCell
 from retrax.layers.rnn_cells import (
@@ -164,8 +183,8 @@ from retrax.layers.rnn_cells import (
     LSTMCell,
 )
 from retrax.layers.rotary import RotaryPositions, Rotate, rotate
-from retrax.layers.running import data_axis, emit, row_mask
-from retrax.layers.sequences import check_state, initial_state
+from retrax.layers.running import data_axis, emit, memory_context, row_mask
+from retrax.layers.sequences import check_state, initial_state, longest_sequence
 from retrax.layers.sources import RandomUniform, Weights
 from retrax.layers.stack import inputs_from_stack, outputs_onto_stack
 from retrax.layers.stack_layers import (
@@ -258,6 +277,7 @@ __all__ = [
     "Glu",
     "HardSigmoid",
     "HardTanh",
+    "InfinitePositionalEncoding",
     "InitializerFromFile",
     "InnerSRUCell",
     "KaimingNormalInitializer",
@@ -265,6 +285,7 @@ __all__ = [
     "L2Loss",
     "LSTMCell",
     "Layer",
+    "LayerError",
     "LayerNorm",
     "LeCunNormalInitializer",
     "LeCunUniformInitializer",
@@ -302,6 +323,15 @@ __all__ = [
     "Relu",
     "Repeat",
     "Residual",
+    "ReversibleConcatenatePair",
+    "ReversibleHalfResidual",
+    "ReversibleLayer",
+    "ReversibleMomentumResidual",
+    "ReversiblePrintShape",
+    "ReversibleReshape",
+    "ReversibleSelect",
+    "ReversibleSerial",
+    "ReversibleSwap",
     "RotaryPositions",
     "Rotate",
     "ScaledInitializer",
@@ -332,6 +362,8 @@ __all__ = [
     "Tanh",
     "ThresholdToBinary",
     "ThresholdedLinearUnit",
+    "TiedEmbedding",
+    "TimeBinPositionalEncoding",
     "ToFloat",
     "WeightedCategoryAccuracy",
     "WeightedCategoryCrossEntropy",
@@ -355,6 +387,8 @@ __all__ = [
     "log_gaussian_pdf",
     "log_softmax",
     "logsoftmax_sample",
+    "longest_sequence",
+    "memory_context",
     "merge_lora",
     "multigaussian_loss",
     "one_hot",

@@ -124,6 +124,10 @@ class DotProductCausalAttention(AttentionCore):
         if self._caches:
             refuse_overrun(self, state[2], self._cache_length, "max_inference_length")
 
+    def own_limit(self) -> int | None:
+        """Returns the length of the cache."""
+        return self._cache_length if self._caches else None
+
     def forward(self, inputs: Any) -> Any:
         """Attends, in mode 'predict' also to the positions of earlier calls."""
         q, k, v = inputs

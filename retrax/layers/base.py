@@ -84,6 +84,10 @@ class Layer(Holder):
     def check_own_state(self, state: State) -> None:
         """Raises ValueError if concrete own state says that a sequence was too long."""
 
+    def own_limit(self) -> int | None:
+        """Returns how many positions of a sequence the layer can keep; None for any."""
+        return None
+
     # --- What users call ------------------------------------------------------------
 
     def init(
@@ -360,7 +364,7 @@ class Layer(Holder):
         raise ValueError(
             f"Number of weight elements ({n_got}) does not equal the number of "
             f"sublayers ({n}) in: {self.name}."
-            + (" Call init(signature) first." if weights == () else "")
+            + (" Call init(signature) first." if n_got == 0 else "")
         )
 
     def _commit(self, run: Run) -> None:

@@ -11,7 +11,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from retrax.layers.base import Layer, to_list
+from retrax.layers.reversible_run import find_runs, run_reversibly
 from retrax.layers.stack import (
+    arities,
     child_rngs,
     ensure_layers,
     inputs_from_stack,
@@ -61,7 +63,7 @@ class Serial(Layer):
           TypeError: an item is no layer.
         """
         layers = ensure_layers(sublayers, type(self).__name__)
-        n_in, n_out = _arities(layers)
+        n_in, n_out = arities(layers)
         super().__init__(n_in, n_out, name, sublayers_to_print)
         self._sublayers = layers
 
@@ -84,17 +86,36 @@ class Serial(Layer):
         return self._run_stack(xs)
 
     def _run_stack(self, stack: Any) -> Any:
-        states = []
+        states: list[Any] = []
         rngs = child_rngs(self)
-        for layer, w, s, rng in zip(
-            self.sublayers, self.weights, self.state, rngs, strict=True
-        ):
+        runs = find_runs(self.sublayers)
+        while len(states) < len(self.sublayers):
+            i = len(states)
+            if i in runs:
+                run = slice(i, runs.pop(i))
+                done = run_reversibly(
+                    self.sublayers[run],
+                    stack,
+                    self.weights[run],
+                    self.state[run],
+                    rngs[run],
+                )
+                if done is not None:
+                    stack = done[0]
+                    states += done[1]
+                    continue
+            layer = self.sublayers[i]
             inputs = inputs_from_stack(stack, layer.n_in)
-            outputs, s = layer.pure_fn(inputs, w, s, rng, use_cache=True)
+            outputs, s = layer.pure_fn(
+                inputs, self.weights[i], self.state[i], rngs[i], use_cache=True
+            )
             stack = outputs_onto_stack(outputs, stack, layer.n_in)
             states.append(s)
         self.state = tuple(states)
         return stack
+
+    # A subclass with another forward is no chain; see `reversible_run.is_chain`.
+    _chain_forward = forward
 
 
 class Parallel(Layer):
@@ -299,15 +320,3 @@ def _layer_or_serial(item: Any, place: int) -> Layer:
     if not isinstance(item, Layer):
         raise TypeError(f"item {place} is no layer but {no_layer(item)}")
     return item
-
-
-def _arities(layers: Sequence[Layer]) -> tuple[int, int]:
-    """Stack items a chain of layers needs, and those it leaves of them."""
-    if not layers:
-        return 1, 1
-    depth = needed = 0
-    for layer in layers:
-        depth += layer.n_in
-        needed = max(needed, depth)
-        depth -= layer.n_out
-    return needed, needed - depth

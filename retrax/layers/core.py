@@ -11,7 +11,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
+from retrax import trees
 from retrax.layers import initializers as init
 from retrax.layers.base import Layer
 from retrax.layers.running import emit
@@ -21,6 +23,7 @@ __all__ = [
     "Dropout",
     "Embedding",
     "SummaryScalar",
+    "TiedEmbedding",
 ]
 
 
@@ -96,8 +99,8 @@ class Embedding(Layer):
     """Looks up a trainable vector for each integer id.
 
     x: (...) int in [0, vocab_size), y: (..., d_feature). Ids outside of the range are
-    clipped into it, as compiled code cannot raise. The weights are one array
-    (vocab_size, d_feature).
+    an error where the layer runs uncompiled; compiled code cannot raise and clips them
+    into it, as Trax does everywhere. The weights are one array (vocab_size, d_feature).
     """
 
     def __init__(
@@ -136,14 +139,74 @@ class Embedding(Layer):
 
         Raises:
           TypeError: the ids are not integers.
+          ValueError: an id that can be read is outside of the vocabulary.
         """
         if not jnp.issubdtype(x.dtype, jnp.integer):
             raise TypeError(
                 f"Embedding needs integer ids, got {x.dtype}; give integer inputs, and "
                 "an integer signature to init(): ShapeDtype(shape, 'int32')."
             )
+        if trees.is_concrete(x):
+            self._check_range(np.asarray(x))
         y = jnp.take(self.weights, x, axis=0, mode="clip")
         return y.astype(jnp.float32) if self._use_bfloat16 else y
+
+    def _check_range(self, ids: np.ndarray) -> None:
+        n = self.weights.shape[0]
+        wrong = ids[(ids < 0) | (ids >= n)]
+        if wrong.size:
+            raise ValueError(
+                f"{self.name} has vectors for the ids 0 to {n - 1}, but {wrong.size} "
+                f"of {ids.size} ids are outside, the first of them {wrong[0]}; make "
+                "the model with a larger vocab_size, or look at how ids are made."
+            )
+
+
+class TiedEmbedding(Embedding):
+    """An embedding that also takes vectors back to ids, by the same weights.
+
+    Integer ids (...) become vectors (..., d_feature), as in `Embedding`. Vectors
+    (..., d_feature) float become logits (..., vocab_size), their products with the
+    vectors of all ids (Press and Wolf 2016, https://arxiv.org/abs/1608.05859). One
+    instance both at the start and at the end of a model is one set of weights, with the
+    sum of both gradients, saved once.
+
+    Example:
+      >>> from retrax.shapes import ShapeDtype
+      >>> tied = TiedEmbedding(9, 4)
+      >>> _ = tied.init(ShapeDtype((2, 3), 'int32'))
+      >>> vectors = tied(jnp.zeros((2, 3), jnp.int32))
+      >>> vectors.shape, tied(vectors).shape
+      ((2, 3, 4), (2, 3, 9))
+    """
+
+    def __init__(
+        self,
+        vocab_size: int,
+        d_feature: int,
+        use_bfloat16: bool = False,
+        kernel_initializer: Callable[..., Any] | None = None,
+        name: str | None = None,
+    ) -> None:
+        """Makes a tied embedding; see `Embedding` for the arguments."""
+        name = name or f"TiedEmbedding_{vocab_size}_{d_feature}"
+        super().__init__(vocab_size, d_feature, use_bfloat16, kernel_initializer, name)
+
+    def forward(self, x: Any) -> Any:
+        """Looks ids up, or compares vectors with those of all ids.
+
+        Raises:
+          ValueError: the vectors have another size.
+        """
+        if jnp.issubdtype(x.dtype, jnp.integer):
+            return super().forward(x)
+        w = self.weights
+        if not x.shape or x.shape[-1] != w.shape[1]:
+            raise ValueError(
+                f"{self.name} needs integer ids, or vectors of {w.shape[1]} features, "
+                f"got {x.dtype} of shape {tuple(x.shape)}."
+            )
+        return jnp.dot(x, w.astype(x.dtype).T if self._use_bfloat16 else w.T)
 
 
 class Dropout(Layer):

@@ -75,7 +75,9 @@ def EncoderDecoderMask() -> Layer:
         if x.shape[0] != given.shape[0]:
             raise ValueError(
                 f"EncoderDecoderMask: the decoder input has a batch of {x.shape[0]}, "
-                f"the encoder mask one of {given.shape[0]}; they must be the same."
+                f"the encoder mask one of {given.shape[0]}; they must be the same. (In "
+                "mode 'predict' mask and encoder output are kept from the first call "
+                "on; model.reset_state() begins anew.)"
             )
         shape = (given.shape[0], 1, x.shape[1], given.shape[3])
         return jnp.broadcast_to(given != 0, shape)

@@ -184,6 +184,10 @@ class PositionalEncoding(_AddsPositions):
         if self._mode == "predict":
             refuse_overrun(self, state, self._max_len, "max_len")
 
+    def own_limit(self) -> int | None:
+        """Returns max_len in mode 'predict'."""
+        return self._max_len if self._mode == "predict" else None
+
     def _random_start(self, n: int) -> Any:
         if self._start_from_zero_prob >= 1.0 or not self._max_offset_to_add:
             return 0
@@ -197,10 +201,11 @@ class PositionalEncoding(_AddsPositions):
         shifted = self._mode == "train" and not isinstance(start, int)
         shift = self._max_offset_to_add if shifted else 0
         if n + shift > self._max_len:
+            started = f" and start at up to {shift}" if shift else ""
             raise ValueError(
                 f"{self.name} holds max_len={self._max_len} positions, but the inputs "
-                f"have length {n} and start at up to {shift}; make it with a larger "
-                "max_len."
+                f"have length {n}{started}; make the model with a larger max_len, or "
+                "the sequences shorter."
             )
         table, matrix = self.weights, None
         if self._d_feature is not None:

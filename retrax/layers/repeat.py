@@ -18,7 +18,9 @@ from retrax import trees
 from retrax.layers import sequences
 from retrax.layers.base import Layer, State, Weights, to_list
 from retrax.layers.combinators import Serial
-from retrax.layers.running import current_run, open_run
+from retrax.layers.reversible_run import run_blocks_reversibly
+from retrax.layers.reversing import is_reversible
+from retrax.layers.running import current_run, memory_mode, open_run
 from retrax.layers.stack import ensure_layers, remember_output
 from retrax.shapes import signature
 
@@ -155,26 +157,41 @@ class Repeat(Layer):
         remember_output(self, input_signature, input_signature)
 
     def forward(self, x: Any) -> Any:
-        """Runs all blocks."""
-        keys = None if self.rng is None else jax.random.split(self.rng, self._n)
+        """Runs all blocks.
 
+        Reversible blocks are differentiated by reversing, unless `remat` or another
+        memory mode is asked for.
+        """
+        keys = None if self.rng is None else jax.random.split(self.rng, self._n)
+        mode = "remat" if self._remat else memory_mode()
+        x = jax.tree.map(jnp.asarray, tuple(x) if self.n_in != 1 else x)
+        values = (x, self.weights, self.state, keys)
+        if mode == "reversible" and is_reversible(self._template):
+            y, self.state = run_blocks_reversibly(
+                self._run_all, self._template, self._n, *values
+            )
+        else:
+            y, self.state = self._run_all(*values, remat=mode == "remat")
+        sequences.check_state(self._template, self.state)  # Blocks see tracers only.
+        return y
+
+    def _run_all(
+        self, x: Any, weights: Weights, state: State, keys: Any, remat: bool = False
+    ) -> tuple[Any, State]:
         def run_one(x: Any, block: tuple[Weights, State, Any]) -> tuple[Any, State]:
             y, state = self._template.pure_fn(x, *block)
             _check_kept(self._template, signature(x), signature(y))
             return tuple(to_list(y)) if self.n_out != 1 else y, state
 
-        if self._remat:
+        if remat:
             run_one = jax.checkpoint(run_one, prevent_cse=False)
-        x = tuple(x) if self.n_in != 1 else x
-        y, self.state = jax.lax.scan(
+        return jax.lax.scan(
             run_one,
-            jax.tree.map(jnp.asarray, x),
-            (self.weights, self.state, keys),
+            x,
+            (weights, state, keys),
             length=self._n,
             unroll=min(self._unroll, self._n),
         )
-        sequences.check_state(self._template, self.state)  # Blocks see tracers only.
-        return y
 
     def _check_place(self, i: int) -> None:
         if not 0 <= i < self._n:

@@ -19,15 +19,22 @@ from retrax.errors import LayerError
 from retrax.shapes import signature
 
 __all__ = [
+    "MEMORY_MODES",
     "Frame",
     "Run",
     "batch_context",
     "current_run",
     "data_axis",
     "emit",
+    "memory_context",
+    "memory_mode",
     "open_run",
     "row_mask",
 ]
+
+
+# How layers that can be reversed or computed again are differentiated.
+MEMORY_MODES = ("reversible", "remat", "plain")
 
 
 class Frame:
@@ -197,6 +204,24 @@ def batch_context(
     return open_run("forward", axis_name=axis_name, row_mask=row_mask)
 
 
+def memory_context(mode: str) -> contextlib.AbstractContextManager[Run]:
+    """Tells the layers that run in this block what may be kept for the backward pass.
+
+    Args:
+      mode: 'reversible': reversible layers keep nothing, they are reversed; 'remat':
+        they, and the blocks of `Repeat`, keep their inputs and are computed again;
+        'plain': all is kept.
+    """
+    return open_run("forward", memory=mode)
+
+
+def memory_mode() -> str:
+    """Returns the memory mode of the current run; 'reversible' if none was set."""
+    run = _CURRENT.get()
+    mode = None if run is None else run.context.get("memory")
+    return mode or MEMORY_MODES[0]
+
+
 @contextlib.contextmanager
 def outside_of_runs() -> Iterator[None]:
     """Lets the block see what layers store, as from outside of all runs."""
@@ -290,7 +315,12 @@ def _hint(
 ) -> str | None:
     if function_name != "pure_fn":
         return None
-    if expected is None and weights == () and layer.has_weights:
+    if (
+        expected is None
+        and isinstance(weights, tuple)
+        and not weights
+        and layer.has_weights
+    ):
         return "the layer has no weights yet: call init(signature(inputs)) first."
     if expected is not None and got is not None and _ranks(expected) != _ranks(got):
         return "the inputs differ in rank or number from those at init."

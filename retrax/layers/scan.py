@@ -112,7 +112,7 @@ class Scan(Layer):
         (weights,), (state, own) = self.weights, self.state
         if own:
             started, kept = own
-            self._check_carry(kept, carry)
+            self._check_kept(kept, carry)
             carry = [jnp.where(started, k, c) for k, c in zip(kept, carry, strict=True)]
 
         def step(loop: Any, sliced: Any) -> Any:
@@ -160,6 +160,17 @@ class Scan(Layer):
                 f"inputs of shapes {[tuple(x.shape) for x in xs]}."
             )
         return sizes[0]
+
+    def _check_kept(self, kept: Sequence[Any], carry: Sequence[Any]) -> None:
+        for old, new in zip(kept, carry, strict=True):
+            if old.shape != new.shape:
+                raise ValueError(
+                    f"{self.name} keeps a carry of shape {old.shape} in mode "
+                    f"'predict', but this call's would be {new.shape}: init and later "
+                    "calls have to be of one batch size; call model.init with a "
+                    "signature of the new one, and set the weights again."
+                )
+        self._check_carry(kept, carry)
 
     def _check_carry(self, carry: Sequence[Any], new: Sequence[Any]) -> None:
         for i, (c, n) in enumerate(zip(carry, new, strict=True)):

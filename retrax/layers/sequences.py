@@ -1,7 +1,7 @@
 """State that belongs to one sequence: caches, positions, carries of decoding loops.
 
-Above `base`, which knows the two hooks `start_state` and `check_own_state`; this module
-runs them over a tree of layers.
+Above `base`, which knows the hooks `start_state`, `check_own_state` and `own_limit`;
+this module runs them over a tree of layers.
 """
 
 from __future__ import annotations
@@ -16,7 +16,13 @@ import numpy as np
 from retrax import trees
 from retrax.layers.base import Layer, State, is_marker
 
-__all__ = ["advance", "check_state", "initial_state", "refuse_overrun"]
+__all__ = [
+    "advance",
+    "check_state",
+    "initial_state",
+    "longest_sequence",
+    "refuse_overrun",
+]
 
 
 def initial_state(layer: Layer, state: State) -> State:
@@ -46,6 +52,16 @@ def check_state(layer: Layer, state: State) -> None:
         return own
 
     _map_own(layer, state, check)
+
+
+def longest_sequence(layer: Layer) -> int | None:
+    """Returns how many positions a model of mode 'predict' can keep; None for any."""
+    limits = [layer.own_limit()]
+    limits += [longest_sequence(child) for child in layer.sublayers]
+    template = layer.__dict__.get("_template")
+    if isinstance(template, Layer):
+        limits.append(longest_sequence(template))
+    return min((n for n in limits if n is not None), default=None)
 
 
 def advance(index: Any, n: int) -> tuple[Any, Any]:

@@ -14,6 +14,7 @@ from retrax.layers.running import current_run
 from retrax.shapes import ShapeDtype, signature
 
 __all__ = [
+    "arities",
     "child_rngs",
     "ensure_layers",
     "inputs_from_stack",
@@ -22,6 +23,18 @@ __all__ = [
     "packed",
     "remember_output",
 ]
+
+
+def arities(layers: Sequence[Layer]) -> tuple[int, int]:
+    """Returns the stack items a chain of layers needs, and those it leaves of them."""
+    if not layers:
+        return 1, 1
+    depth = needed = 0
+    for layer in layers:
+        depth += layer.n_in
+        needed = max(needed, depth)
+        depth -= layer.n_out
+    return needed, needed - depth
 
 
 def inputs_from_stack(stack: Any, n: int) -> Any:

@@ -76,6 +76,10 @@ class TransformerBlocks:
         """Makes the layer that adds positions."""
         return tl.PositionalEncoding(max_len=self.max_len, mode=mode)
 
+    def embedded(self, embedding: tl.Layer, mode: str) -> list[tl.Layer]:
+        """Makes what takes ids, or other inputs, to vectors that blocks take."""
+        return [embedding, self.drop(), self.positions(mode)]
+
     def encoder(self) -> list[tl.Layer]:
         """Makes a block (vectors, mask) -> (vectors, mask)."""
         attention = tl.Attention(

@@ -37,6 +37,7 @@ def DecoderLM(
     attention_chunk: int | None = None,
     scan_layers: bool = False,
     remat: bool = False,
+    tie_embeddings: bool = False,
 ) -> tl.Layer:
     """Returns a decoder with RMSNorm, rotary positions, SwiGLU and grouped queries.
 
@@ -69,6 +70,8 @@ def DecoderLM(
       scan_layers: puts all blocks into one `Repeat`.
       remat: with scan_layers, computes blocks again in the backward pass instead of
         keeping what is inside them.
+      tie_embeddings: makes logits by the weights of the embedding, see `TiedEmbedding`,
+        which saves vocab_size * d_model of them.
 
     Raises:
       ValueError: sizes or options do not fit; says which.
@@ -110,11 +113,16 @@ def DecoderLM(
             tl.Residual(norm(), feed_forward(d_ff), drop()),
         ]
 
+    if tie_embeddings:
+        embedding = last = tl.TiedEmbedding(vocab_size, d_model)
+    else:
+        embedding = tl.Embedding(vocab_size, d_model)
+        last = tl.Dense(vocab_size, use_bias=False)
     return tl.Serial(
         tl.ShiftRight(mode=mode),
-        tl.Embedding(vocab_size, d_model),
+        embedding,
         drop(),
         repeated(block, n_layers, scan_layers, remat),
         norm(),
-        tl.Dense(vocab_size, use_bias=False),
+        last,
     )

@@ -68,9 +68,7 @@ def TransformerEncoder(
     )
     return tl.Serial(
         tl.Branch([], tl.PaddingMask()),
-        tl.Embedding(vocab_size, d_model),
-        blocks.drop(),
-        blocks.positions(blocks.encoder_mode),
+        blocks.embedded(tl.Embedding(vocab_size, d_model), blocks.encoder_mode),
         repeated(blocks.encoder, n_layers, scan_layers),
         tl.Select([0], n_in=2),  # Drops the mask.
         tl.LayerNorm(),
@@ -117,10 +115,11 @@ def TransformerDecoder(
         mode,
         ff_activation,
     )
+    to_vectors = (
+        tl.Dense(d_model) if vocab_size is None else tl.Embedding(vocab_size, d_model)
+    )
     return tl.Serial(
-        tl.Dense(d_model) if vocab_size is None else tl.Embedding(vocab_size, d_model),
-        blocks.drop(),
-        blocks.positions(mode),
+        blocks.embedded(to_vectors, mode),
         repeated(blocks.decoder, n_layers, scan_layers),
         tl.LayerNorm(),
     )
@@ -186,9 +185,7 @@ def TransformerLM(
     )
     return tl.Serial(
         tl.ShiftRight(mode=mode),
-        tl.Embedding(vocab_size, d_model),
-        blocks.drop(),
-        blocks.positions(mode),
+        blocks.embedded(tl.Embedding(vocab_size, d_model), mode),
         repeated(blocks.decoder, n_layers, scan_layers),
         tl.LayerNorm(),
         tl.Dense(vocab_size),

@@ -91,9 +91,7 @@ def Transformer(
     if output_vocab_size is not None:
         target_embedding = tl.Embedding(output_vocab_size, d_model)
     encoder = tl.Serial(
-        source_embedding,
-        blocks.drop(),
-        blocks.positions(blocks.encoder_mode),
+        blocks.embedded(source_embedding, blocks.encoder_mode),
         repeated(blocks.encoder, n_encoder_layers, scan_layers),
         tl.LayerNorm(),
     )
@@ -103,9 +101,7 @@ def Transformer(
         tl.Cache(encoder, mode=mode),
         tl.Select([2, 1, 0]),  # target, mask, encoded, target
         tl.ShiftRight(mode=mode),
-        target_embedding,
-        blocks.drop(),
-        blocks.positions(mode),
+        blocks.embedded(target_embedding, mode),
         tl.Branch([], tl.EncoderDecoderMask()),  # vectors, mask, encoded, target
         repeated(blocks.encoder_decoder, n_decoder_layers, scan_layers),
         tl.LayerNorm(),

@@ -17,8 +17,49 @@ __all__ = ["Adam", "AdamW"]
 _Moments: TypeAlias = tuple[jax.Array, jax.Array]
 
 
+class _AdamRule(Optimizer):
+    """What all kinds of Adam share: parameters, moments, their direction."""
+
+    def __init__(
+        self,
+        learning_rate: float,
+        weight_decay_rate: float,
+        b1: float,
+        b2: float,
+        eps: float,
+        clip_grad_norm: float | None,
+    ) -> None:
+        super().__init__(
+            learning_rate=learning_rate,
+            clip_grad_norm=clip_grad_norm,
+            weight_decay_rate=weight_decay_rate,
+            b1=b1,
+            b2=b2,
+            eps=eps,
+        )
+
+    def init(self, weights: jax.Array) -> _Moments:
+        return zeros_slot(weights), zeros_slot(weights)
+
+    def update(
+        self,
+        step: Any,
+        grads: jax.Array,
+        weights: jax.Array,
+        slots: _Moments,
+        opt_params: OptParams,
+    ) -> tuple[jax.Array, _Moments]:
+        direction, slots = _direction(step, grads, slots, opt_params)
+        new_w = self._moved(at_least_float32(weights), direction, opt_params)
+        return new_w.astype(weights.dtype), slots
+
+    def _moved(self, w: jax.Array, direction: Any, opt_params: OptParams) -> Any:
+        """Applies step and decay to weights of at least float32."""
+        raise NotImplementedError
+
+
 @gin.configurable(module="retrax.optimizers")
-class Adam(Optimizer):
+class Adam(_AdamRule):
     """Adam (Kingma and Ba, arXiv 1412.6980, algorithm 1) with decoupled weight decay.
 
     m' = b1 m + (1 - b1) g; v' = b2 v + (1 - b2) g^2;
@@ -62,35 +103,15 @@ class Adam(Optimizer):
           eps: added to the root, outside it.
           clip_grad_norm: largest global gradient norm.
         """
-        super().__init__(
-            learning_rate=learning_rate,
-            clip_grad_norm=clip_grad_norm,
-            weight_decay_rate=weight_decay_rate,
-            b1=b1,
-            b2=b2,
-            eps=eps,
-        )
+        super().__init__(learning_rate, weight_decay_rate, b1, b2, eps, clip_grad_norm)
 
-    def init(self, weights: jax.Array) -> _Moments:
-        return zeros_slot(weights), zeros_slot(weights)
-
-    def update(
-        self,
-        step: Any,
-        grads: jax.Array,
-        weights: jax.Array,
-        slots: _Moments,
-        opt_params: OptParams,
-    ) -> tuple[jax.Array, _Moments]:
-        w = at_least_float32(weights)
-        direction, slots = _direction(step, grads, slots, opt_params)
+    def _moved(self, w: jax.Array, direction: Any, opt_params: OptParams) -> Any:
         kept = 1 - opt_params["weight_decay_rate"]
-        new_w = kept * w - opt_params["learning_rate"] * direction
-        return new_w.astype(weights.dtype), slots
+        return kept * w - opt_params["learning_rate"] * direction
 
 
 @gin.configurable(module="retrax.optimizers")
-class AdamW(Optimizer):
+class AdamW(_AdamRule):
     """Adam with weight decay times the learning rate (arXiv 1711.05101, algorithm 2).
 
     w' = w - lr * (Adam's direction + weight_decay_rate * w): equal to `optax.adamw`,
@@ -119,31 +140,11 @@ class AdamW(Optimizer):
           eps: added to the root, outside it.
           clip_grad_norm: largest global gradient norm.
         """
-        super().__init__(
-            learning_rate=learning_rate,
-            clip_grad_norm=clip_grad_norm,
-            weight_decay_rate=weight_decay_rate,
-            b1=b1,
-            b2=b2,
-            eps=eps,
-        )
+        super().__init__(learning_rate, weight_decay_rate, b1, b2, eps, clip_grad_norm)
 
-    def init(self, weights: jax.Array) -> _Moments:
-        return zeros_slot(weights), zeros_slot(weights)
-
-    def update(
-        self,
-        step: Any,
-        grads: jax.Array,
-        weights: jax.Array,
-        slots: _Moments,
-        opt_params: OptParams,
-    ) -> tuple[jax.Array, _Moments]:
-        w = at_least_float32(weights)
-        direction, slots = _direction(step, grads, slots, opt_params)
+    def _moved(self, w: jax.Array, direction: Any, opt_params: OptParams) -> Any:
         direction = direction + opt_params["weight_decay_rate"] * w
-        new_w = w - opt_params["learning_rate"] * direction
-        return new_w.astype(weights.dtype), slots
+        return w - opt_params["learning_rate"] * direction
 
 
 def _direction(

@@ -84,11 +84,21 @@ def test_dense_refuses_a_scalar_input():
 # --- Embedding ----------------------------------------------------------------------
 
 
-def test_embedding_takes_rows_and_clips_ids():
+def test_embedding_takes_rows_and_compiled_code_clips_ids():
     ids = np.array([[0, 2], [9, -4]])
     layer = make(tl.Embedding(3, 2), ids)
     w = np.asarray(layer.weights)
-    np.testing.assert_array_equal(layer(ids), w[[[0, 2], [2, 0]]])
+    np.testing.assert_array_equal(layer(ids[:1]), w[[[0, 2]]])
+    run = jax.jit(lambda ids: layer.pure_fn(ids, w, (), None)[0])
+    np.testing.assert_array_equal(run(ids), w[[[0, 2], [2, 0]]])
+
+
+@pytest.mark.parametrize("wrong", [3, -1])
+def test_embedding_names_an_id_out_of_the_vocabulary(wrong):
+    layer = make(tl.Embedding(3, 2), np.zeros((2, 2), np.int32))
+    text = f"ids 0 to 2, but 1 of 4 ids are outside, the first of them {wrong};"
+    with pytest.raises(LayerError, match=text):
+        layer(np.array([[0, 2], [1, wrong]], np.int32))
 
 
 def test_embedding_initial_variance_is_one_over_features():

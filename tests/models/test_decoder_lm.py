@@ -6,10 +6,20 @@ import pytest
 
 from retrax import layers as tl
 from retrax import models
+from retrax.errors import LayerError
+from retrax.layers import tree
 from retrax.shapes import ShapeDtype
 
 D, V = 16, 11
 IDS = ShapeDtype((2, 5), np.int32)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _compile_fast():
+    """Most of the time here goes into compiling."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
 
 
 def n_weights(model):
@@ -74,6 +84,83 @@ def test_parts_can_be_others():
     )
     assert "RMSNorm" not in str(model) and "LayerNorm" in str(model)
     assert "GEGLU" in str(model) and "SwiGLU" not in str(model)
+
+
+def tied(mode="eval", **kwargs):
+    return models.DecoderLM(
+        V, D, n_layers=1, n_heads=4, mode=mode, tie_embeddings=True, **kwargs
+    )
+
+
+@pytest.mark.parametrize("scan_layers", [False, True])
+def test_tied_embeddings_are_one_weight_with_both_gradients(scan_layers):
+    """Against the untied model whose last matrix is set to the embedding's."""
+    ids = np.array([[5, 6, 7, 8, 9], [1, 2, 3, 4, 5]], np.int32)
+    one = tied(scan_layers=scan_layers)
+    two = models.DecoderLM(
+        V, D, n_layers=1, n_heads=4, mode="eval", scan_layers=scan_layers
+    )
+    assert n_weights(two) - n_weights(one) == V * D
+
+    @jax.jit
+    def compare(key):
+        weights, state = one.init(ids, rng=key)
+        untied, _ = two.init(ids, rng=key)
+        leaves = [*jax.tree.leaves(weights), weights[1].T]
+        untied = jax.tree.unflatten(jax.tree.structure(untied), leaves)
+        targets = jax.random.normal(key, (*ids.shape, V))
+
+        def loss(model):
+            def f(w):
+                return ((model.pure_fn(ids, w, state, None)[0] - targets) ** 2).sum()
+
+            return jax.value_and_grad(f)
+
+        return loss(one)(weights), loss(two)(untied)
+
+    (value, grads), (untied_value, untied_grads) = compare(jax.random.key(0))
+    np.testing.assert_allclose(value, untied_value, rtol=1e-5)
+    *others, last = jax.tree.leaves(untied_grads)
+    first, *rest = jax.tree.leaves(grads)
+    assert first.shape == (V, D) and np.any(last)
+    np.testing.assert_allclose(first, others[0] + last.T, rtol=1e-4, atol=1e-4)
+    for a, b in zip(rest, others[1:], strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
+
+
+def test_tied_embeddings_in_files_and_decoding(tmp_path, scan_layers=True):
+    ids = np.array([[5, 6, 7, 8]], np.int32)
+    model = tied(scan_layers=scan_layers)
+    model.init(IDS, rng=jax.random.key(1))
+    names = [path for path, _ in tree.named_leaves(model, model.weights)]
+    assert [n for n in names if "Embedding" in n or "Dense" in n][:1] == [
+        "1.TiedEmbedding"
+    ]
+    assert sum("Embedding" in n for n in names) == 1
+    assert len(names) == len(jax.tree.leaves(model.weights))
+    model.save_to_file(tmp_path / "lm.pkl")
+    predict = tied("predict", max_len=8, scan_layers=scan_layers)
+    predict.init_from_file(
+        tmp_path / "lm.pkl",
+        weights_only=True,
+        input_signature=ShapeDtype((1, 1), np.int32),
+    )
+    assert predict.sublayers[1] is predict.sublayers[-1]
+    expected, _ = jax.jit(model.pure_fn)(ids, model.weights, model.state, None)
+    step = jax.jit(predict.pure_fn)
+    state, ys = predict.state, []
+    for t in range(ids.shape[1]):  # Nothing is shifted here, so 0 comes first.
+        x = ids[:, t - 1 : t] if t else np.zeros((1, 1), np.int32)
+        y, state = step(x, predict.weights, state, None)
+        ys.append(y)
+    np.testing.assert_allclose(np.concatenate(ys, 1), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_a_tied_embedding_names_what_it_takes():
+    layer = tl.TiedEmbedding(V, D)
+    layer.init(IDS)
+    with pytest.raises(LayerError, match=r"vectors of 16 features, got .*\(2, 4\)"):
+        layer(np.ones((2, 4), np.float32))
 
 
 def test_errors_name_values():

@@ -157,6 +157,8 @@ TABLE = [
     case("Dense:no_bias", lambda: tl.Dense(4, use_bias=False), f(2, 3, 4)),
     case("Dense:bfloat16", lambda: tl.Dense(4, use_bfloat16=True), f(3, 4)),
     case("Embedding", lambda: tl.Embedding(9, 4), ids(9, 2, 3)),
+    case("TiedEmbedding", lambda: tl.TiedEmbedding(9, 4), ids(9, 2, 3)),
+    case("TiedEmbedding:logits", lambda: tl.TiedEmbedding(9, 4), f(2, 3, 4)),
     case("Dropout", lambda: tl.Dropout(0.5), f(3, 4)),
     case("Dropout:shared", lambda: tl.Dropout(0.5, shared_axes=[0]), f(3, 4)),
     case("Dropout:eval", lambda: tl.Dropout(0.5, mode="eval"), f(3, 4)),
@@ -318,6 +320,32 @@ TABLE = [
         mixed=BLOCK,
     ),
     case("Repeat:remat", lambda: tl.Repeat(tl.Tanh, 3, remat=True), f(3, 4)),
+    # Reversible.
+    case("ReversibleSelect", lambda: tl.ReversibleSelect([1, 0, 1]), f(3), f(4)),
+    case("ReversibleSwap", tl.ReversibleSwap, f(3), f(4)),
+    case("ReversibleReshape", lambda: tl.ReversibleReshape((3,), (1, 3)), f(3, 4)),
+    case("ReversiblePrintShape", tl.ReversiblePrintShape, f(3, 4)),
+    case("ReversibleConcatenatePair", tl.ReversibleConcatenatePair, f(3, 4), f(3, 4)),
+    case(
+        "ReversibleHalfResidual",
+        lambda: tl.ReversibleHalfResidual(dense(), tl.Dropout(0.5)),
+        f(3, 4),
+        f(3, 4),
+    ),
+    case(
+        "ReversibleMomentumResidual",
+        lambda: tl.ReversibleMomentumResidual(dense(), gamma=0.8),
+        f(3, 4),
+        f(3, 4),
+    ),
+    case(
+        "ReversibleSerial",
+        lambda: tl.ReversibleSerial(
+            tl.ReversibleHalfResidual(dense()), tl.ReversibleSwap()
+        ),
+        f(3, 4),
+        f(3, 4),
+    ),
     # Recurrent.
     case("LSTM", lambda: tl.LSTM(4), f(2, 5, 3)),
     case(
@@ -441,6 +469,19 @@ TABLE = [
         f(2, 3, 4),
     ),
     case("SinCosPositionalEncoding", tl.SinCosPositionalEncoding, f(2, 3, 4)),
+    case("InfinitePositionalEncoding", tl.InfinitePositionalEncoding, f(2, 3, 5)),
+    case(
+        "InfinitePositionalEncoding:predict",
+        lambda: tl.InfinitePositionalEncoding(
+            transform="diag", time_bin_length=2, mode="predict"
+        ),
+        f(2, 3, 4),
+    ),
+    case(
+        "TimeBinPositionalEncoding",
+        lambda: tl.TimeBinPositionalEncoding(2),
+        f(2, 3, 4),
+    ),
     case("RotaryPositions", tl.RotaryPositions, f(2, 3, 4)),
     case("Rotate", tl.Rotate, f(2, 3, 4)),
     case(
@@ -454,6 +495,7 @@ TABLE = [
 
 # Exported, and no layers to be put into the table.
 NOT_IN_TABLE = {
+    "ReversibleLayer": "the base class",
     "Layer": "the base of all; test_base tests it through small subclasses",
     "WeightedMean": "the abstract base of losses and metrics, all of which are here",
 }
