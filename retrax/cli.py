@@ -1,4 +1,4 @@
-"""The command line: `retrax train | eval | predict | configs | doctor`.
+"""The command line: `retrax train`, `eval`, `predict`, `runs` and so on.
 
 Top of the order: it parses arguments and configurations, calls the library and turns
 errors into messages and exit codes. It holds nothing else.
@@ -11,18 +11,21 @@ import logging
 import os
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 __all__ = ["main"]
 
 EXIT_USER_ERROR = 2
+EXIT_NOT_SAVED = 3
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; returns the exit code.
 
-    0: done; 2: a mistake in arguments, configuration or data; 130, 143: interrupted by
-    Ctrl-C or SIGTERM with the run saved; 1: a failure that is no user's mistake, with
-    its traceback.
+    0: done; 2: a mistake in arguments, configuration or data; 3: trained to the end,
+    but not all checkpoints could be written; 130, 143: interrupted by Ctrl-C or SIGTERM
+    with the run saved; 1: a failure that is no user's mistake, with its traceback, or
+    two runs that differ.
     """
     parser = _parser()
     args = parser.parse_args(argv)
@@ -45,6 +48,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("\nInterrupted.", file=sys.stderr)
         return 130
+    except commands.NOT_SAVED as e:
+        print(f"\nretrax {args.command}: {commands.message(e)}", file=sys.stderr)
+        return EXIT_NOT_SAVED
     except commands.USER_ERRORS as e:
         print(f"\nretrax {args.command}: {commands.message(e)}", file=sys.stderr)
         print("(--debug shows where this was raised.)", file=sys.stderr)
@@ -70,13 +76,47 @@ def _parser() -> argparse.ArgumentParser:
     _add_config_flags(evaluate)
     predict = commands.add_parser("predict", help="sample from a trained run")
     _add_predict_flags(predict)
-    configs = commands.add_parser("configs", help="list the configurations that ship")
-    doctor = commands.add_parser("doctor", help="show versions, devices, memory")
-    for command in (train, evaluate, predict, configs, doctor):
+    _add_comparing(commands)
+    commands.add_parser("configs", help="list the configurations that ship")
+    commands.add_parser("doctor", help="show versions, devices, memory")
+    for command in commands.choices.values():
         command.add_argument(
             "--debug", action="store_true", help="show tracebacks of all errors"
         )
     return parser
+
+
+def _add_comparing(commands: Any) -> None:
+    """Adds the commands that look at runs, and at several of them."""
+    runs = commands.add_parser("runs", help="list runs: steps, metrics, how they ended")
+    runs.add_argument("dir", help="a directory with runs in or below it")
+    plot = commands.add_parser("plot", help="draw curves of several runs in a picture")
+    plot.add_argument(
+        "dirs", nargs="+", metavar="dir", help="runs, or directories of them"
+    )
+    plot.add_argument(
+        "--output", default="runs.png", help="PNG file (default runs.png)"
+    )
+    plot.add_argument(
+        "--metric", action="append", help="a metric to show; may be repeated"
+    )
+    compare = commands.add_parser("compare", help="say where two runs part")
+    compare.add_argument("run_a", help="output directory of one run")
+    compare.add_argument("run_b", help="output directory of the other")
+    verify = commands.add_parser(
+        "verify-resume", help="train whole, and killed and resumed; compare bit for bit"
+    )
+    _add_config_flags(verify)
+    verify.add_argument(
+        "--steps", type=int, default=40, help="steps of each run (default 40)"
+    )
+    verify.add_argument(
+        "--kills", type=int, default=3, help="how often one is killed (default 3)"
+    )
+    verify.add_argument(
+        "--seed", type=int, default=0, help="another one, other steps (default 0)"
+    )
+    verify.add_argument("--dir", help="keep the two runs here; by default nowhere")
 
 
 def _add_predict_flags(parser: argparse.ArgumentParser) -> None:
@@ -88,7 +128,9 @@ def _add_predict_flags(parser: argparse.ArgumentParser) -> None:
     )
     prompts.add_argument("--prompt_file", help="file with one prompt on each line")
     parser.add_argument(
-        "--length", type=int, default=200, help="new tokens at most (default 200)"
+        "--length",
+        type=int,
+        help="new tokens at most (default 200, or as many as the model can keep)",
     )
     parser.add_argument(
         "--temperature",

@@ -1,4 +1,4 @@
-"""The commands: train, eval, configs, doctor; predict has a module of its own."""
+"""The commands: train, eval, configs, doctor; the others have modules of their own."""
 
 from __future__ import annotations
 
@@ -14,13 +14,15 @@ import tempfile
 from typing import Any
 
 import retrax
-from retrax.command_line import configs, predict
+from retrax.command_line import compare, configs, plot, predict, runs, verify_resume
 from retrax.errors import ConfigError
+from retrax.trainer.checkpointer import NotSaved
 from retrax.trainer.interrupts import Interrupted
 
-__all__ = ["INTERRUPTED", "USER_ERRORS", "message", "run"]
+__all__ = ["INTERRUPTED", "NOT_SAVED", "USER_ERRORS", "message", "run"]
 
 INTERRUPTED = Interrupted
+NOT_SAVED = NotSaved
 USER_ERRORS = (ValueError, TypeError, OSError)
 
 _CORE = ("jax", "jaxlib", "numpy", "optax", "gin-config", "absl-py", "psutil", "tqdm")
@@ -34,6 +36,10 @@ def run(args: argparse.Namespace) -> int:
         "train": _train,
         "eval": _eval,
         "predict": predict.run,
+        "runs": runs.run,
+        "plot": plot.run,
+        "compare": compare.run,
+        "verify-resume": verify_resume.run,
         "configs": _configs,
         "doctor": _doctor,
     }[args.command](args)
@@ -53,6 +59,7 @@ def _train(args: argparse.Namespace) -> int:
     from retrax.trainer import allocator
 
     allocator.keep_freed_memory()
+
     if not args.config_file and not args.config:
         raise ConfigError(
             "nothing says what to train: give --config_file. These ship: "

@@ -30,6 +30,8 @@ _PACKAGES = (
     "retrax.data",
     "retrax.supervised.lr_schedules",
     "retrax.supervised.trainer_lib",
+    "retrax.supervised.training",
+    "retrax.supervised.callbacks",
 )
 
 

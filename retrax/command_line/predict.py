@@ -18,6 +18,8 @@ from retrax.errors import ConfigError
 
 __all__ = ["run"]
 
+_DEFAULT_LENGTH = 200
+
 
 def run(args: argparse.Namespace) -> int:
     """Prints a sample for each prompt; returns the exit code."""
@@ -29,7 +31,8 @@ def run(args: argparse.Namespace) -> int:
     if model.n_in > 1 and "" in prompts:
         raise ConfigError("this model needs an input to go on from: give --prompt.")
     ids = [_encode(inputs.tokenizer, prompt) for prompt in prompts]
-    samples = _sampled(model, ids, args)
+    length = _length(model, bound["model"], ids, args.length)
+    samples = _sampled(model, ids, length, args)
     for prompt, sample in zip(prompts, samples, strict=True):
         # A language model goes on where the prompt ends; others give something new.
         before = prompt if model.n_in == 1 else ""
@@ -78,8 +81,38 @@ def _load(folder: str, make_model: Any, checkpoint: str | None) -> Any:
     return model
 
 
+def _length(
+    model: Any, make_model: Any, prompts: Sequence[np.ndarray], wanted: int | None
+) -> int:
+    """How many new tokens to sample: those asked for, or as many as there is room for.
+
+    Raises:
+      ConfigError: the model cannot keep so many.
+    """
+    from retrax.layers import longest_sequence
+
+    limit = longest_sequence(model)
+    if limit is None:
+        return _DEFAULT_LENGTH if wanted is None else wanted
+    n_prompt = max(map(len, prompts)) if model.n_in == 1 else 0
+    room = limit - n_prompt
+    if wanted is None and room > 0:
+        return min(_DEFAULT_LENGTH, room)
+    if wanted is None or wanted > room:
+        n = _DEFAULT_LENGTH if wanted is None else wanted
+        shorter = f"--length={room} or less" if room > 0 else "a shorter prompt"
+        name = getattr(make_model, "__name__", "the model")
+        raise ConfigError(
+            f"a prompt of {n_prompt} tokens and {n} new ones (--length) do not fit: "
+            f"the model keeps sequences of max_len={limit} tokens. Give {shorter}; or "
+            "make it longer, which works if its positions are not trained: "
+            f"--config='{name}.max_len = {n_prompt + n}'."
+        )
+    return wanted
+
+
 def _sampled(
-    model: Any, prompts: Sequence[np.ndarray], args: argparse.Namespace
+    model: Any, prompts: Sequence[np.ndarray], n_new: int, args: argparse.Namespace
 ) -> list[np.ndarray]:
     """One sample for each prompt; prompts of one length go together."""
     import jax
@@ -95,7 +128,7 @@ def _sampled(
             batch if length else None,
             batch_size=len(places),
             temperature=args.temperature,
-            max_length=args.length,
+            max_length=n_new,
             rng=jax.random.key(args.seed),
             top_k=args.top_k,
             top_p=args.top_p,

@@ -7,6 +7,7 @@ from typing import Any
 
 from retrax.data.sources import as_stream
 from retrax.data.streams import Batch, Position, Stream, as_batch
+from retrax.errors import DataError
 
 
 def checked(source: Any, same_shapes: bool = True) -> Stream:
@@ -24,7 +25,7 @@ def checked(source: Any, same_shapes: bool = True) -> Stream:
         bucketed sequences, whose lengths vary.
 
     Raises:
-      ValueError: from `next`, naming the batch, the part, expected and got.
+      DataError: from `next`, naming the batch, the part, expected and got.
     """
     return CheckedStream(as_stream(source), same_shapes)
 
@@ -71,12 +72,12 @@ class CheckedStream(Stream):
         where = f"batch {self._count}"
         for i, part in enumerate(batch):
             if part.ndim == 0:
-                raise ValueError(
+                raise DataError(
                     f"{where}, part {i} is a scalar; every part needs a leading batch "
                     "dimension"
                 )
             if len(part) != len(batch[0]):
-                raise ValueError(
+                raise DataError(
                     f"{where}, part {i} has {len(part)} examples, part 0 has "
                     f"{len(batch[0])} (shapes {[p.shape for p in batch]}); all parts "
                     "must share their leading dimension"
@@ -85,13 +86,13 @@ class CheckedStream(Stream):
             self._expected = got
             return
         if len(got) != len(self._expected):
-            raise ValueError(
+            raise DataError(
                 f"{where} has {len(got)} parts, the first batch had "
                 f"{len(self._expected)}; every batch must have the same structure"
             )
         for i, (expected, mine) in enumerate(zip(self._expected, got, strict=True)):
             if expected != mine:
-                raise ValueError(
+                raise DataError(
                     f"{where}, part {i}: expected {self._text(expected)} as in the "
                     f"first batch, got {self._text(mine)} (shape {batch[i].shape}); "
                     + _FIX

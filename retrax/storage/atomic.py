@@ -16,7 +16,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
-__all__ = ["append_bytes", "previous_path", "write_bytes", "writing"]
+__all__ = ["append_bytes", "link", "previous_path", "write_bytes", "writing"]
 
 _counter = itertools.count()
 _HOST = re.sub(r"[^A-Za-z0-9-]", "-", platform.node()) or "host"
@@ -26,7 +26,9 @@ _active: set[str] = set()
 
 
 @contextmanager
-def writing(path: str | os.PathLike[str], keep: bool = False) -> Iterator[BinaryIO]:
+def writing(
+    path: str | os.PathLike[str], keep: bool = False, sync: bool = True
+) -> Iterator[BinaryIO]:
     """Opens a file that appears at `path`, fsynced, when the block ends well.
 
     The bytes go to a temporary file beside `path`, which is renamed at the end; when
@@ -36,21 +38,47 @@ def writing(path: str | os.PathLike[str], keep: bool = False) -> Iterator[Binary
     Args:
       path: where the file shall be; its folder is made if missing.
       keep: also keep the old file at `path`, as `previous_path(path)`.
+      sync: wait until the bytes are on the disk. Without, a power failure may leave an
+        empty file.
 
     Raises:
       OSError: the file cannot be written; nothing has changed then.
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    if path.is_dir():
-        raise IsADirectoryError(f"a directory is in the way at {path}")
     _remove_leftovers(path)
-    with _temporary(path) as temporary, _temporary(path) as old:
+    with _temporary(path) as temporary:
         with open(temporary, "xb") as file:
             yield file
             file.flush()
-            os.fsync(file.fileno())
-        keep = keep and path.exists()
+            if sync:
+                os.fsync(file.fileno())
+        _put(temporary, path, keep, sync)
+
+
+def link(
+    source: str | os.PathLike[str], path: str | os.PathLike[str], keep: bool = False
+) -> None:
+    """Gives the file at `source` a second name, in one step; copies it if it must.
+
+    The two are one file on the disk until one of the names is written anew.
+
+    Raises:
+      OSError: the name cannot be given; nothing has changed then.
+    """
+    path = Path(path)
+    _remove_leftovers(path)
+    with _temporary(path) as temporary:
+        _link_or_copy(Path(source), temporary)
+        _put(temporary, path, keep)
+
+
+def _put(temporary: Path, path: Path, keep: bool, sync: bool = True) -> None:
+    """Renames a finished temporary file to `path`; see `writing`."""
+    if path.is_dir():
+        raise IsADirectoryError(f"a directory is in the way at {path}")
+    keep = keep and path.exists()
+    with _temporary(path) as old:
         if keep:
             _link_or_copy(path, old)
         # In this order a kill between the two lines leaves the new file whole at
@@ -58,12 +86,13 @@ def writing(path: str | os.PathLike[str], keep: bool = False) -> Iterator[Binary
         os.replace(temporary, path)
         if keep:
             os.replace(old, previous_path(path))
-    _sync_folder(path.parent)
+    if sync:
+        _sync_folder(path.parent)
 
 
-def write_bytes(path: str | os.PathLike[str], data: bytes) -> None:
+def write_bytes(path: str | os.PathLike[str], data: bytes, sync: bool = True) -> None:
     """Writes `data` to `path` in one step; raises OSError as `writing` does."""
-    with writing(path) as file:
+    with writing(path, sync=sync) as file:
         file.write(data)
 
 

@@ -13,9 +13,10 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from retrax.storage.pickle_machine import REFUSAL
+
 __all__ = ["Writer", "check", "is_float"]
 
-REFUSAL = "a checkpoint holds only plain containers and numpy arrays"
 # The C pickler and unpickler recurse per level; real trees stay far below this.
 MAX_DEPTH = 200
 

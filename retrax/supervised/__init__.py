@@ -1,6 +1,23 @@
 """Supervised training: `train()`, schedules, decoding, and what goes with them."""
 
-from retrax.supervised import decoding, lr_schedules, trainer_lib
+from retrax.supervised import (
+    callbacks,
+    decoding,
+    lr_schedules,
+    trainer_lib,
+    training,
+)
 from retrax.supervised.trainer_lib import train
+from retrax.supervised.training import EvalTask, Loop, TrainTask
 
-__all__ = ["decoding", "lr_schedules", "train", "trainer_lib"]
+__all__ = [
+    "EvalTask",
+    "Loop",
+    "TrainTask",
+    "callbacks",
+    "decoding",
+    "lr_schedules",
+    "train",
+    "trainer_lib",
+    "training",
+]

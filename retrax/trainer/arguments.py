@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import operator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from retrax.data.inputs import Inputs
@@ -12,7 +13,9 @@ from retrax.optimizers.base import Optimizer
 
 __all__ = [
     "check_arity",
+    "check_count",
     "check_metric_name",
+    "check_schedule",
     "made_inputs",
     "made_model",
     "made_optimizer",
@@ -84,3 +87,28 @@ def check_metric_name(argument: str, name: str | None, metrics: Iterable[str]) -
             f"{argument}={name!r} is no metric of this run; there are: "
             f"{', '.join(sorted(metrics))}."
         )
+
+
+def check_schedule(argument: str, schedule: Any) -> Callable[[int], Any]:
+    """Returns a learning-rate schedule if it is a function; raises TypeError if not."""
+    if not callable(schedule):
+        raise TypeError(
+            f"{argument} must be a function of the step, got {schedule!r}; for a "
+            "constant rate: lambda step: 0.01."
+        )
+    return schedule
+
+
+def check_count(argument: str, value: Any, least: int = 0) -> int:
+    """Returns a whole number of at least `least` as an int.
+
+    Raises:
+      TypeError: it is no whole number.
+      ConfigError: it is less.
+    """
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        raise TypeError(f"{argument} must be a whole number, got {value!r}.")
+    number = operator.index(value)
+    if number < least:
+        raise ConfigError(f"{argument} must be at least {least}, got {number}.")
+    return number

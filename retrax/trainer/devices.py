@@ -91,6 +91,34 @@ class Devices:
         )
         return self._waiting(jax.jit(mapped, donate_argnums=donated))
 
+    def compile_block(self, fn: StepFn, donate: bool = True) -> StepFn:
+        """Compiles a function whose result in part stays where it is.
+
+        Args:
+          fn: function of (carry, shared, xs) that returns (carry, (kept, out)); arrays
+            of `kept` stay cut along their first axis as those of `xs` are, the rest is
+            the same on all devices.
+          donate: give the carry's memory to the result.
+        """
+        donated = (0,) if donate else ()
+        if self._mesh is None:
+            return jax.jit(fn, donate_argnums=donated)
+        one, cut = PartitionSpec(), PartitionSpec(AXIS)
+        mapped = jax.shard_map(
+            fn,
+            mesh=self._mesh,
+            in_specs=(one, one, cut),
+            out_specs=(one, (cut, one)),
+            check_vma=False,
+        )
+        return self._waiting(jax.jit(mapped, donate_argnums=donated))
+
+    def cut(self, tree: Any) -> Any:
+        """Copies a tree to the devices, each array cut along its first axis."""
+        if self._mesh is None:
+            return jax.device_put(tree, self._devices[0])
+        return jax.device_put(tree, NamedSharding(self._mesh, PartitionSpec(AXIS)))
+
     def _compile_pmap(self, fn: StepFn) -> StepFn:
         mapped = jax.pmap(
             fn,

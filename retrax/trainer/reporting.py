@@ -20,23 +20,32 @@ class StepReporter:
 
     def __init__(self, log: RunLog, every: int) -> None:
         self._log, self._every = log, every
-        self._pending: tuple[int, float, Mapping[str, Any]] | None = None
+        self._pending: tuple[str, int, Any, Mapping[str, Any]] | None = None
 
-    def note(self, step: int, rate: float, stats: Mapping[str, Any]) -> None:
-        """Takes the values of a step; most are dropped unread."""
+    def note(
+        self, step: int, rate: Any, stats: Mapping[str, Any], mode: str = "train"
+    ) -> None:
+        """Takes the values of a step; most are dropped unread.
+
+        Args:
+          step: number of the step.
+          rate: its learning rate, a number or on the device.
+          stats: its values on the device, 'loss' among them.
+          mode: where they are logged.
+        """
         self._log.tick(step, stats["loss"])
         if step == 1 or step % self._every == 0:
             self.flush()
-            self._pending = (step, rate, stats)
+            self._pending = (mode, step, rate, stats)
 
     def flush(self) -> None:
         """Writes the entry that waits."""
         if self._pending is None:
             return
-        step, rate, stats = self._pending
+        mode, step, rate, stats = self._pending
         self._pending = None
         values = {f"training/{k}": float(v) for k, v in jax.device_get(stats).items()}
-        self._log.scalars("train", step, {"training/learning_rate": rate, **values})
+        self._log.scalars(mode, step, {"training/learning_rate": float(rate), **values})
 
     def drop(self) -> None:
         """Forgets the entry that waits."""

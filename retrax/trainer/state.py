@@ -126,12 +126,17 @@ def initial_trees(model: Layer, input_signature: Any) -> tuple[Any, Any]:
     )
 
 
-def step_trainer_payload(step_trainer: Any) -> dict[str, Any]:
+def step_trainer_payload(step_trainer: Any, on_host: bool = True) -> dict[str, Any]:
     """The part of a checkpoint that a StepTrainer for Serial(model, loss) holds.
 
-    Values are copied to the host, so that the next step may use up the originals.
+    Args:
+      step_trainer: the trainer.
+      on_host: copy values to the host, so that the next step may use up the originals.
+        False gives the originals, for `Checkpointer.save`, which copies in its own way.
     """
-    carry = trees.to_numpy(step_trainer.carry)
+    carry = step_trainer.carry
+    if on_host:
+        carry = trees.to_numpy(carry)
     weights, state = carry.weights, carry.state
     model, loss = step_trainer.model_with_loss.sublayers
     return {

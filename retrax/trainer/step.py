@@ -200,7 +200,8 @@ def from_vjp(pure_fn: Callable[..., tuple[Any, Any]]) -> GradFn:
             lambda x, w: pure_fn(x, w, state, rng), inputs, weights, has_aux=True
         )
         grad_inputs, grads = vjp(cotangent)
-        loss = outputs if jnp.shape(outputs) == () else None
+        is_loss = isinstance(outputs, jax.Array) and outputs.shape == ()
+        loss = outputs if is_loss else None
         return grads, Aux(state=new_state, loss=loss, inputs=grad_inputs)
 
     return grad_fn

@@ -18,7 +18,7 @@ from retrax import trees
 from retrax.errors import ConfigError, DataError
 from retrax.layers import tree as layer_tree
 from retrax.layers.base import Layer
-from retrax.layers.running import batch_context
+from retrax.layers.running import MEMORY_MODES, batch_context, memory_context
 from retrax.optimizers import l2_norm
 from retrax.optimizers.base import Optimizer
 from retrax.trainer.devices import Devices
@@ -62,6 +62,7 @@ class StepTrainer:
         accumulate: int = 1,
         backend: str = "shard_map",
         skip_nonfinite: bool = True,
+        memory: str = "reversible",
         hooks: Any = None,
     ) -> None:
         """Makes a trainer for an initialised model that ends with a loss layer.
@@ -75,6 +76,10 @@ class StepTrainer:
           accumulate: number of micro-batches a batch is cut into.
           backend: 'shard_map' or 'pmap', for several devices.
           skip_nonfinite: leave everything as it was when a gradient is not finite.
+          memory: what is kept for the backward pass: 'reversible': nothing of
+            reversible layers, they are reversed; 'remat': only the inputs of such
+            layers and of the blocks of `Repeat`, which are computed again; 'plain':
+            everything.
           hooks: object whose `gradients` replaces ours, such as a Trainer.
         """
         if not isinstance(optimizer, Optimizer):
@@ -85,6 +90,9 @@ class StepTrainer:
             raise ConfigError(
                 f"accumulate must be a whole number of at least 1, got {accumulate!r}."
             )
+        if memory not in MEMORY_MODES:
+            raise ConfigError(f"memory must be one of {MEMORY_MODES}, got {memory!r}.")
+        self._memory = memory
         self._model = model_with_loss
         self._optimizer = optimizer
         self._accumulate = accumulate
@@ -189,6 +197,11 @@ class StepTrainer:
         return self._optimizer
 
     @property
+    def skip_nonfinite(self) -> bool:
+        """Whether steps with gradients that are not finite are left out."""
+        return self._skip_nonfinite
+
+    @property
     def n_devices(self) -> int:
         """Number of devices."""
         return self.devices.n
@@ -251,10 +264,16 @@ class StepTrainer:
     def opt_params(self, value: dict[str, Any]) -> None:
         self._opt_params = {k: jnp.asarray(v) for k, v in value.items()}
 
-    def reset_optimizer(self) -> None:
-        """Makes the optimizer begin anew: slots, hyper-parameters and step numbers."""
+    def reset_optimizer(self, reread_trainable: bool = False) -> None:
+        """Makes the optimizer begin anew: slots, hyper-parameters and step numbers.
+
+        Args:
+          reread_trainable: also see anew which layers are trainable, and compile anew.
+        """
         self.pull(about_to_change=True)
         self._carry, self._step = None, 0
+        if reread_trainable:
+            self._compiled.clear()
 
     def trainable_paths(self) -> list[str]:
         """Paths of the weights that are trained, in the order of their slots."""
@@ -359,7 +378,7 @@ class StepTrainer:
     def _masked_gradients(
         self, weights: Any, state: Any, rng: Any, batch: Any, mask: Any
     ) -> tuple[Any, Aux]:
-        with batch_context(self.devices.axis, mask):
+        with memory_context(self._memory), batch_context(self.devices.axis, mask):
             grads, aux = self._hooks.gradients(weights, state, rng, batch)
         return grads, aux._replace(metrics=self.metrics(aux))
 

@@ -1,11 +1,15 @@
 """`retrax predict`: what it prints, from runs of a few steps."""
 
+import functools
+
 import gin
 import jax
 import numpy as np
 import pytest
 
 from retrax import cli, data, models
+from retrax.command_line import predict as command
+from retrax.errors import ConfigError
 from retrax.supervised import decoding
 from retrax.trainer import load_trainer_state
 
@@ -133,7 +137,12 @@ def test_mistakes(predict, text_run, tmp_path):
         ("--prompt=é",): ["'é'", "not in the vocabulary"],
         ("--temperature=-1",): ["temperature", "-1.0"],
         ("--length=0",): ["max_length", "0"],
-        ("--length=80",): ["max_len=64"],
+        ("--length=80",): [
+            "prompt of 0 tokens and 80 new ones",
+            "max_len=64",
+            "--length=64 or less",
+            "--config='TransformerLM.max_len = 80'",
+        ],
         ("--prompt_file=empty.txt",): ["empty.txt holds no prompt"],
         ("--prompt_file=no.txt",): ["no.txt", "No such file"],
         ("--checkpoint=no.pkl",): ["no.pkl"],
@@ -142,6 +151,31 @@ def test_mistakes(predict, text_run, tmp_path):
         check_refused(predict(text_run, *argv), *texts)
     check_refused(predict(tmp_path / "none"), "no directory of a run")
     check_refused(predict(tmp_path), "no config.gin")
+
+
+@pytest.mark.parametrize("scan_layers", [False, True])
+def test_as_many_tokens_as_fit(scan_layers):
+    def of(make, wanted, *lengths):
+        prompts = [np.zeros(n, np.int32) for n in lengths]
+        return command._length(make(mode="predict"), make, prompts, wanted)
+
+    lm = functools.partial(models.TransformerLM, **SIZES, scan_layers=scan_layers)
+    assert of(lm, None, 6, 60) == 4 and of(lm, None, 64 - 7) == 7
+    assert of(lm, 4, 6, 60) == 4
+    with pytest.raises(ConfigError, match="prompt of 6 tokens and 59 .*--length=58 or"):
+        of(lm, 59, 6)
+    with pytest.raises(ConfigError, match="prompt of 64 tokens and 200 .*a shorter"):
+        of(lm, None, 64)
+    pair = functools.partial(
+        models.Transformer,
+        72,
+        n_encoder_layers=1,
+        n_decoder_layers=1,
+        max_len=64,
+        scan_layers=scan_layers,
+    )
+    assert of(pair, None, 60) == 64  # The prompt has places of its own.
+    assert of(functools.partial(models.GRULM, 72, 8), None, 500) == 200
 
 
 def test_without_a_prompt_and_with_a_longer_context(predict, text_run):

@@ -80,7 +80,7 @@ def test_files_that_the_readme_names(trained):
     folder = trained[1] / "runs/digits"
     table = README.split("| file | what it is |")[1].split("\n\n")[0]
     names = re.findall(r"`([^`]+)`", table)
-    assert len(names) == 8
+    assert len(names) == 10
     for name in names:
         assert (folder / name).exists(), name
     for mode in ("train", "eval"):

@@ -33,11 +33,9 @@ def as_dict(code):
     return b"\x80\x05}\x8c\x01x" + code + b"s."
 
 
-def write_file(path, body, header=None):
-    full = {"format": "retrax", "version": 1, "length": len(body)}
-    full["sha256"] = hashlib.sha256(body).hexdigest()
-    full.update(header or {})
-    path.write_bytes(pickle.dumps(full) + body)
+def write_file(path, body):
+    digest = hashlib.sha256(body).hexdigest()
+    path.write_bytes(checkpoint._header(digest, len(body)) + body)
 
 
 def code_of(value):

@@ -17,6 +17,8 @@ from retrax.data.arrays import ArrayStream
 from retrax.data.inputs import Inputs
 from retrax.errors import ConfigError
 from retrax.supervised import trainer_lib
+from retrax.supervised.callbacks import Callback
+from retrax.supervised.training import EvalTask, Loop, TrainTask
 from retrax.trainer import Interrupted, Trainer, load_trainer_state
 
 RNG = np.random.default_rng(0)
@@ -68,12 +70,14 @@ def one_device():
 
 
 def test_train_takes_traxs_arguments_in_traxs_order():
-    # Without those that belong to Loop.
     expected = (
         "output_dir model loss_fn inputs optimizer lr_schedule_fn trainer_class steps "
         "checkpoints_at permanent_checkpoints_at eval_steps eval_frequency "
         "permanent_checkpoint_frequency random_seed save_graphs metrics "
-        "checkpoint_highest checkpoint_lowest adasum init_checkpoint"
+        "checkpoint_highest checkpoint_lowest use_loop loss_chunk_size "
+        "use_memory_efficient_trainer adasum init_checkpoint callbacks "
+        "n_weights_shards additional_train_tasks additional_eval_tasks "
+        "additional_eval_streams"
     ).split()
     parameters = inspect.signature(trainer_lib.train).parameters
     assert [name for name in parameters if name in expected] == expected
@@ -221,6 +225,70 @@ def test_a_signal_ends_the_run_with_its_exit_code(tmp_path):
         train(None, trainer_class=Struck)
 
 
+def test_a_loop_trains_as_a_trainer_does_and_says_when_it_is_done(tmp_path, capsys):
+    state = train(None)
+    capsys.readouterr()
+    loop = train(tmp_path, use_loop=True)
+    assert isinstance(loop, Loop) and loop.step == 6
+    assert bits(loop.model.weights) == bits(state.opt_state.weights)
+    for name in ("metrics/loss", "metrics/accuracy"):
+        assert loop.history.get("eval", name) == state.history.get("eval", name)
+    assert bits(load_trainer_state(tmp_path, model("eval")).opt_state.weights) == bits(
+        state.opt_state.weights
+    )
+    text = capsys.readouterr().out
+    for part in ("Starting training on 1 device.", "trainable weights: 18", "done."):
+        assert part in text
+    written = (tmp_path / "model.pkl").stat().st_mtime_ns
+    train(tmp_path, use_loop=True)
+    assert "This run is done: it has 6 of 6 steps" in capsys.readouterr().out
+    assert (tmp_path / "model.pkl").stat().st_mtime_ns == written
+    # One format: a Trainer goes on where a Loop ended, and the other way round.
+    longer = train(tmp_path, steps=7)
+    assert train(tmp_path, steps=8, trainer_class=Loop).step == 8
+    assert longer.step == 7
+
+
+def test_additional_tasks_and_streams_need_a_loop(tmp_path):
+    seen = []
+
+    class Steps(Callback):
+        def on_step_end(self, step):
+            seen.append(step)
+
+    more = {
+        "additional_train_tasks": [
+            TrainTask(
+                stream(),
+                tl.WeightedCategoryCrossEntropy(),
+                optimizers.SGD(0.2),
+                export_prefix="more",
+            )
+        ],
+        "additional_eval_tasks": [
+            EvalTask(
+                stream(), tl.WeightedCategoryAccuracy(), ["hits"], export_prefix="e"
+            )
+        ],
+        "additional_eval_streams": [trainer_lib.named_stream("named", stream())],
+    }
+    with pytest.raises(ConfigError, match="additional_train_tasks needs a Loop: set"):
+        train(None, **more)
+    loop = train(
+        None,
+        steps=2,
+        use_loop=True,
+        callbacks=[Steps()],
+        permanent_checkpoint_frequency=2,
+        **more,
+    )
+    assert seen == [1, 2] and [t.export_prefix for t in loop.tasks] == [None, "more"]
+    assert set(loop.history.metrics_for_mode("eval")) == {
+        f"metrics/{name}"
+        for name in ("0/loss", "0/accuracy", "named/loss", "named/accuracy", "e/hits")
+    }
+
+
 @pytest.mark.parametrize(
     ("changes", "error", "expected"),
     [
@@ -248,6 +316,13 @@ def test_a_signal_ends_the_run_with_its_exit_code(tmp_path):
         ({"model": model()}, TypeError, "model must be a function of mode"),
         ({"loss_fn": "loss"}, TypeError, "loss_fn must be a loss layer, got 'loss'"),
         ({"metrics": {"a": 1}}, TypeError, "metric 'a' must be a layer, got 1"),
+        ({"n_weights_shards": 2}, ConfigError, "n_weights_shards=2: weights are whole"),
+        ({"loss_chunk_size": 8}, ConfigError, "loss_chunk_size needs a Loop"),
+        (
+            {"use_loop": True, "metrics": {"a": 1}},
+            TypeError,
+            "a metric must be a layer, got 1",
+        ),
     ],
 )
 def test_a_mistake_is_told_and_nothing_is_written(tmp_path, changes, error, expected):

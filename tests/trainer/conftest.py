@@ -14,7 +14,7 @@ import pytest
 from retrax import storage
 
 SCRIPT = Path(__file__).with_name("dropout_run.py")
-LIMIT = 120  # Seconds until a process that does not end is a failure.
+LIMIT = 240  # Seconds until a process that does not end is a failure.
 
 
 class Run:

@@ -89,7 +89,7 @@ def all_of(trainer):
 
 
 def names(folder):
-    return sorted(p.name for p in folder.iterdir())
+    return sorted(p.name for p in folder.iterdir() if p.name != "run.lock")
 
 
 def plain_loss(weights, x, labels):
@@ -664,12 +664,29 @@ def test_an_error_in_the_data_saves_the_last_finished_step(tmp_path):
 def test_a_batch_unlike_the_others_is_named():
     def batches():
         yield arrays("train")
-        yield X[:8, :3], Y[:8]
+        yield Y[:8, None], Y[:8]
 
     with pytest.raises(
-        ValueError, match=r"batch 1, part 0: expected float32.*\(8, 3\)"
+        DataError, match=r"data for step 2: batch 1, part 0: expected float32.*int32"
     ):
         make(inputs=inputs(train=batches)).run(3, None, 0)
+
+
+def test_batches_of_several_lengths_train():
+    rng = np.random.default_rng(3)
+    batches = [
+        (rng.normal(size=(8, length, 5)).astype(np.float32), Y[:8])
+        for length in (4, 6, 4)
+    ]
+
+    def mean(mode):
+        return tl.Serial(tl.Mean(axis=1), tl.Dense(3))
+
+    trainer = make(model=mean, inputs=Inputs(batches), optimizer=optimizers.SGD)
+    trainer.run(3, eval_frequency=None, eval_steps=None)
+    assert trainer.step == 3
+    values = trainer.history.get("eval", "metrics/loss")
+    assert [step for step, _ in values] == [3] and np.isfinite(values[0][1])
 
 
 def test_an_evaluation_that_fails_is_made_up_after_the_restart(tmp_path):
