@@ -511,11 +511,7 @@ def with_property(name):
         if unknown:
             raise ValueError(f"{each.name}: no property {unknown}")
     cases = [c for c in TABLE if name not in c.but]
-    # One worker for all properties of a layer: it compiles what they share once.
-    params = [
-        pytest.param(c, id=c.name, marks=pytest.mark.xdist_group(c.name)) for c in cases
-    ]
-    return pytest.mark.parametrize("case", params)
+    return pytest.mark.parametrize("case", cases, ids=lambda c: c.name)
 
 
 @functools.cache
