@@ -42,6 +42,7 @@ from retrax.layers.attention_cores import (
     attention_weights,
 )
 from retrax.layers.attention_kernel import dot_product_attention
+from retrax.layers.axial_positions import AxialPositionalEncoding
 from retrax.layers.base import (
     EMPTY_STATE,
     EMPTY_WEIGHTS,
@@ -80,6 +81,7 @@ from retrax.layers.core import (
 )
 from retrax.layers.crf import CRF, CRFAccuracy, CRFLoss, crf_log_likelihood, viterbi
 from retrax.layers.deconvolution import ConvTranspose
+from retrax.layers.efficient_attention import EncDecAttention, SelfAttention
 from retrax.layers.functions import (
     ArgMax,
     Flatten,
@@ -145,6 +147,7 @@ from retrax.layers.losses import (
     category_cross_entropy,
     weighted_category_cross_entropy,
 )
+from retrax.layers.lsh_attention import LSHSelfAttention
 from retrax.layers.masks import CausalMask, EncoderDecoderMask, PaddingMask
 from retrax.layers.metrics import (
     CategoryAccuracy,
@@ -223,6 +226,7 @@ __all__ = [
     "Attention",
     "AttentionQKV",
     "AvgPool",
+    "AxialPositionalEncoding",
     "BatchLeadingAxes",
     "BatchNorm",
     "Bidirectional",
@@ -259,6 +263,7 @@ __all__ = [
     "Dup",
     "Elu",
     "Embedding",
+    "EncDecAttention",
     "EncoderDecoderMask",
     "Exp",
     "FastGelu",
@@ -283,6 +288,7 @@ __all__ = [
     "KaimingNormalInitializer",
     "KaimingUniformInitializer",
     "L2Loss",
+    "LSHSelfAttention",
     "LSTMCell",
     "Layer",
     "LayerError",
@@ -338,6 +344,7 @@ __all__ = [
     "Scan",
     "ScanSRUCell",
     "Select",
+    "SelfAttention",
     "Selu",
     "SequenceAccuracy",
     "Serial",

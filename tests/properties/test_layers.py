@@ -452,6 +452,59 @@ TABLE = [
         f(2, 3, 4),
     ),
     case("DotProductCausalAttention", tl.DotProductCausalAttention, *[f(2, 3, 4)] * 3),
+    case("SelfAttention", lambda: tl.SelfAttention(2, 2, 3, bias=True), f(2, 3, 4)),
+    case(
+        "SelfAttention:chunks",
+        lambda: tl.SelfAttention(
+            2,
+            2,
+            3,
+            share_qk=True,
+            masked=True,
+            chunk_len=2,
+            n_chunks_after=1,
+            attention_dropout=0.5,
+            n_parallel_heads=1,
+        ),
+        f(2, 3, 4),
+        ids(2, 2, 3),
+    ),
+    case(
+        "SelfAttention:predict",
+        lambda: tl.SelfAttention(
+            2, 2, 3, causal=True, mode="predict", predict_mem_len=5
+        ),
+        f(2, 3, 4),
+    ),
+    case(
+        "LSHSelfAttention",
+        lambda: tl.LSHSelfAttention(
+            2, 2, 3, masked=True, chunk_len=2, n_hashes=2, output_dropout=0.5
+        ),
+        f(2, 5, 4),
+        ids(2, 2, 5),
+    ),
+    case(
+        "LSHSelfAttention:predict",
+        lambda: tl.LSHSelfAttention(
+            2,
+            2,
+            3,
+            causal=True,
+            chunk_len=2,
+            n_buckets=2,
+            mode="predict",
+            predict_mem_len=5,
+        ),
+        f(2, 3, 4),
+    ),
+    case(
+        "EncDecAttention",
+        lambda: tl.EncDecAttention(2, 2, 3, attention_dropout=0.5),
+        f(2, 2, 4),
+        f(2, 3, 5),
+        ids(2, 2, 3),
+    ),
     case("SplitIntoHeads", lambda: tl.SplitIntoHeads(2), f(2, 3, 4)),
     case("MergeHeads", lambda: tl.MergeHeads(2), f(4, 3, 2)),
     case("PaddingMask", tl.PaddingMask, ids(3, 2, 4), grad=NO_FLOATS),
@@ -466,6 +519,16 @@ TABLE = [
     case(
         "PositionalEncoding:predict",
         lambda: tl.PositionalEncoding(8, mode="predict", kind="trainable"),
+        f(2, 3, 4),
+    ),
+    case(
+        "AxialPositionalEncoding",
+        lambda: tl.AxialPositionalEncoding((2, 2), (1, 3), dropout=0.5),
+        f(2, 3, 4),
+    ),
+    case(
+        "AxialPositionalEncoding:predict",
+        lambda: tl.AxialPositionalEncoding((2, 2), (1, 3), mode="predict"),
         f(2, 3, 4),
     ),
     case("SinCosPositionalEncoding", tl.SinCosPositionalEncoding, f(2, 3, 4)),
