@@ -100,6 +100,8 @@ def clipped(
     grads: Sequence[jax.Array], norm: jax.Array, max_norm: float
 ) -> list[jax.Array]:
     """Returns gradients of the given norm scaled down to max_norm."""
+    if not grads:
+        return []
     # The second way of taking the norm costs another pass, so it runs only when the
     # plain one overflowed.
     norm = jax.lax.cond(jnp.isinf(norm), lambda: _safe_norm(grads, norm), lambda: norm)

@@ -2,7 +2,7 @@
 
 On the CPU every compiled step asks the C library for its temporary memory and gives it
 back at the end. glibc hands large pieces back to the system, so the next step meets
-new pages, and the system fills every one of them with zeros first: a sixth to a
+new pages, and the system fills every one of them with zeros first: a tenth to a
 third of the step of a 6-layer language model (benchmarks/language_model.py).
 """
 

@@ -42,6 +42,13 @@ def test_no_limit_leaves_gradients_alone(max_norm):
     assert optimizers.clip_grads(grads, max_norm) is grads
 
 
+def test_a_tree_without_arrays_is_clipped_to_itself():
+    grads, optimizer = ((), {}), optimizers.SGD(0.1, clip_grad_norm=1.0)
+    slots, opt_params = optimizer.tree_init(grads)
+    new, slots, stats = optimizer.tree_update(1, grads, grads, slots, opt_params)
+    assert (new, slots, float(stats["gradients_l2"])) == (grads, (), 0.0)
+
+
 def test_zero_gradients_stay_zero():
     (clipped,) = optimizers.clip_grads((jnp.zeros(3),), 1.0)
     np.testing.assert_array_equal(clipped, np.zeros(3))
