@@ -56,6 +56,7 @@ class Layer(Holder):
     """
 
     _accepts_longer_stack = False
+    _template: Any = None  # Of a Repeat: the layer that its blocks are like.
 
     # --- What subclasses write ------------------------------------------------------
 

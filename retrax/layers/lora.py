@@ -206,8 +206,8 @@ def _without(layer: Layer, tree: Any, unwrap: Any) -> Any:
         return tree
     if isinstance(layer, LoRA):
         return unwrap(layer, tree)
-    template = layer.__dict__.get("_template")
-    if isinstance(template, Layer):
+    template = layer._template
+    if template is not None:
         return _without(template, tree, unwrap)
     n = len(layer.sublayers)
     if not n or not isinstance(tree, (tuple, list)):
@@ -228,8 +228,8 @@ def _inserted(layer: Layer, weights: Weights, plain: Weights) -> Weights:
         return weights
     if isinstance(layer, LoRA):
         return (_inserted(layer.sublayers[0], weights[0], plain), weights[1])
-    template = layer.__dict__.get("_template")
-    if isinstance(template, Layer):
+    template = layer._template
+    if template is not None:
         return _inserted(template, weights, plain)
     n = len(layer.sublayers)
     if n:

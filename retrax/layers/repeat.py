@@ -234,6 +234,6 @@ def _below(layer: Layer, without: Layer | None) -> list[Layer]:
             continue
         found.append(layer)
         todo.extend(layer.sublayers)
-        if "_template" in layer.__dict__:
-            todo.append(layer.__dict__["_template"])
+        if layer._template is not None:
+            todo.append(layer._template)
     return found

@@ -229,7 +229,7 @@ def _n_places(root: Layer) -> dict[int, int]:
 
 
 def _children(layer: Layer) -> list[Layer]:
-    template = layer.__dict__.get("_template")
+    template = layer._template
     return [*layer.sublayers, *([] if template is None else [template])]
 
 

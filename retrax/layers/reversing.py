@@ -49,8 +49,7 @@ def is_reversible(layer: Layer) -> bool:
         return True
     if is_chain(layer):
         return all(is_reversible(child) for child in layer.sublayers)
-    template = layer.__dict__.get("_template")
-    return isinstance(template, Layer) and is_reversible(template)
+    return layer._template is not None and is_reversible(layer._template)
 
 
 def computes(layer: Layer) -> bool:
@@ -59,7 +58,7 @@ def computes(layer: Layer) -> bool:
         return any(computes(child) for child in layer.sublayers)
     if isinstance(layer, ReversibleLayer):
         return not layer._only_moves
-    return computes(layer.__dict__["_template"])
+    return layer._template is not None and computes(layer._template)
 
 
 def reverse_and_grad(
@@ -78,7 +77,7 @@ def reverse_and_grad(
     """
     if isinstance(layer, ReversibleLayer):
         return layer.reverse_and_grad(output, grad, weights, state, new_state, rng)
-    template = layer.__dict__.get("_template")
+    template = layer._template
     if template is not None:
         n = layer.__dict__["_n"]
         keys = None if rng is None else jax.random.split(rng, n)
@@ -101,7 +100,7 @@ def reverse(
     values = (weights, state, new_state)
     if isinstance(layer, ReversibleLayer):
         return layer.reverse(output, *values, rng)
-    template = layer.__dict__.get("_template")
+    template = layer._template
     if template is None:
         return reverse_each(layer.sublayers, output, *values, keys_of(layer, rng))
 

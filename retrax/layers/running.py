@@ -164,7 +164,7 @@ class Run:
         if not self.trace.stack:
             return None
         parent = self.trace.stack[-1][0]
-        if parent.__dict__.get("_template") is layer:
+        if parent._template is layer:
             return "block"
         places = [i for i, s in enumerate(parent.sublayers) if s is layer]
         calls = self.trace.seen[-1]

@@ -58,8 +58,8 @@ def longest_sequence(layer: Layer) -> int | None:
     """Returns how many positions a model of mode 'predict' can keep; None for any."""
     limits = [layer.own_limit()]
     limits += [longest_sequence(child) for child in layer.sublayers]
-    template = layer.__dict__.get("_template")
-    if isinstance(template, Layer):
+    template = layer._template
+    if template is not None:
         limits.append(longest_sequence(template))
     return min((n for n in limits if n is not None), default=None)
 
@@ -84,7 +84,7 @@ def refuse_overrun(layer: Layer, index: Any, limit: int, argument: str) -> None:
 
 def _map_own(layer: Layer, state: State, f: Callable[[Layer, State], State]) -> State:
     """Applies f(layer, own state) to each layer that holds state."""
-    template = layer.__dict__.get("_template")
+    template = layer._template
     if isinstance(template, Layer):  # All its blocks at once, on a further first axis.
         return _map_own(template, state, f)
     if is_marker(state):

@@ -107,8 +107,8 @@ def _rows(
     )
     if is_marker(weights):
         return
-    template = layer.__dict__.get("_template")
-    if isinstance(template, Layer):
+    template = layer._template
+    if template is not None:
         yield from _rows(template, weights, outputs, (*place, "block"), trainable)
     for i, child in enumerate(layer.sublayers):
         yield from _rows(child, weights[i], outputs, (*place, i), trainable)

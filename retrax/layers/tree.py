@@ -45,8 +45,8 @@ def walk(
     many (`Repeat`) is walked as its block, under 'block.<label>/'.
     """
     trainable = trainable and layer.trainable
-    template = layer.__dict__.get("_template")
-    if isinstance(template, Layer):
+    template = layer._template
+    if template is not None:
         yield from walk(template, tree, f"{prefix}block.{label(template)}/", trainable)
         return
     children = layer.sublayers
