@@ -27,7 +27,7 @@ from retrax.trainer.checkpoint_policy import CheckpointPolicy
 from retrax.trainer.checkpointer import Checkpointer
 from retrax.trainer.epochs import at_steps
 from retrax.trainer.evaluator import Evaluator
-from retrax.trainer.history import History
+from retrax.trainer.has_session import HasSession
 from retrax.trainer.interrupts import Interrupts
 from retrax.trainer.resume import check_resume_data
 from retrax.trainer.reversible_trainer import ReversibleSerialTrainer
@@ -42,7 +42,7 @@ _OWN_KEYS = 0x6E657772  # Folded into the run's key for `new_rng`: 'newr' in ASC
 
 
 @gin.configurable(module="retrax.supervised.training")
-class Loop:
+class Loop(HasSession):
     """Trains a model on tasks, evaluates and saves it.
 
     Example:
@@ -428,16 +428,6 @@ class Loop:
             self._eval_model.state = self.step_trainer.state[0]
 
     @property
-    def step(self) -> int:
-        """Number of training steps done."""
-        return self._session.step
-
-    @property
-    def history(self) -> History:
-        """Metrics of all evaluations so far, losses of training among them."""
-        return self._session.history
-
-    @property
     def model(self) -> Layer:
         """The model that is trained."""
         return self._model
@@ -474,19 +464,9 @@ class Loop:
         return self._tasks.trainers
 
     @property
-    def n_devices(self) -> int:
-        """Number of devices."""
-        return self.step_trainer.n_devices
-
-    @property
     def is_chief(self) -> bool:
         """Whether this is the first process of the run."""
         return jax.process_index() == 0
-
-    @property
-    def evaluation_due(self) -> bool:
-        """Whether the last step was saved before its evaluation; `run` makes it up."""
-        return self._session.evaluation_due
 
     def new_rng(self) -> Any:
         """Returns a random key that nothing else uses, another one at each call."""
@@ -518,18 +498,6 @@ class Loop:
         for tag, value in tags.items():
             self.history.append(log_prefix, tag, self.step, value)
             summary_writer.scalar(tag, value, self.step)
-
-    def log_step(self, step_message: str) -> None:
-        """Writes a line with the step number for a person to read."""
-        self._session.say(step_message)
-
-    def print_n_weights(self) -> None:
-        """Writes how many trainable weights the model has."""
-        self._session.print_n_weights()
-
-    def save_gin(self) -> None:
-        """Saves the operative gin configuration as config.gin."""
-        self._session.save_gin()
 
     def save_computation_graphs(self) -> None:
         """Saves the forward computation as text, forward.txt (StableHLO)."""

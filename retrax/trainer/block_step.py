@@ -209,10 +209,13 @@ class BlockStep:
     def commit(self) -> None:
         """Puts the new values in place of the old ones."""
         for i in list(self._new):
-            carry = self._new.pop(i).result()
-            self.values[i] = UnitValues(
-                carry.weights, carry.state, carry.slots, float(carry.weights_l2)
-            )
+            self._commit_one(i)
+
+    def _commit_one(self, i: int) -> None:
+        carry = self._new.pop(i).result()
+        self.values[i] = UnitValues(
+            carry.weights, carry.state, carry.slots, float(carry.weights_l2)
+        )
 
     def bring_first(self) -> Future[Any]:
         """Begins to bring the first unit for the next step."""
@@ -247,12 +250,8 @@ class BlockStep:
     def _leave(self, i: int, carry: Carry) -> None:
         self._new[i] = self._visits.take(carry)
         if self._commits_at_once:
-            done = [j for j in self._new if j > i]
-            for j in done:
-                carry = self._new.pop(j).result()
-                self.values[j] = UnitValues(
-                    carry.weights, carry.state, carry.slots, float(carry.weights_l2)
-                )
+            for j in [j for j in self._new if j > i]:
+                self._commit_one(j)
 
     def _stats(self, outs: dict[int, Any]) -> dict[str, Any]:
         """Joins what the units report."""

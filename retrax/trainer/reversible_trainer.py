@@ -12,11 +12,10 @@ import copy
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
-from retrax.errors import ConfigError, DataError
+from retrax.errors import ConfigError
 from retrax.layers import tree as layer_tree
 from retrax.layers.base import Layer
 from retrax.optimizers.base import Optimizer
@@ -29,6 +28,7 @@ from retrax.trainer.blocks import (
     model_of,
 )
 from retrax.trainer.devices import Devices
+from retrax.trainer.lender import Lender
 from retrax.trainer.padding import pad_rows
 from retrax.trainer.step import Carry, Reduce
 from retrax.trainer.visits import HostMemory, Visits
@@ -38,7 +38,7 @@ __all__ = ["ReversibleSerialTrainer"]
 _GLOBAL_NORMS = (None, "two_pass", "per_layer")
 
 
-class ReversibleSerialTrainer:
+class ReversibleSerialTrainer(Lender):
     """Trains one layer after the other, with everything else on the host.
 
     Example:
@@ -109,7 +109,7 @@ class ReversibleSerialTrainer:
             raise TypeError(f"loss_layer must be a layer, got {loss_layer!r}.")
         self._optimizer = optimizer_fn()
         self._check_clipping(global_norm)
-        self._model, self._units = model_of(blocks, loss_layer)
+        model, self._units = model_of(blocks, loss_layer)
         self._two_pass = global_norm == "two_pass"
         self._memoize, self._frees = memoize_jit, free_accelerators_on_step
         self._skips, self._checks_reverse = skip_nonfinite, check_reverse
@@ -119,15 +119,13 @@ class ReversibleSerialTrainer:
         self._is_first_step = check_reverse or self.devices.n > 1
         self._memory = HostMemory(self.devices)
         self._visits = Visits(self._memory, threaded=self.devices.n == 1)
-        self._layers = list({id(x): x for x in _all_layers(self._model)}.values())
         self._programs: dict[Any, Any] = {}
         self._values: list[UnitValues] | None = None
         self._makers: list[UnitPrograms] = []
         self._first: Any = None  # Values of the first unit, ahead of the next step.
-        self._layers_current, self._reload_needed = True, True
         self._step, self._n_skipped = 0, 0
         self._opt_params: dict[str, Any] = {}
-        self._attach()
+        super().__init__(model)
 
     @classmethod
     def from_model(
@@ -239,15 +237,7 @@ class ReversibleSerialTrainer:
 
     def _fitted(self, batch: tuple[Any, ...]) -> tuple[Any, Any]:
         """Makes a batch divide over the devices: padded and masked, never dropped."""
-        if not isinstance(batch, (tuple, list)):
-            raise DataError(
-                f"a batch must be a tuple of arrays, got {type(batch).__name__}."
-            )
-        if len(batch) != self._model.n_in:
-            raise DataError(
-                f"the batch has {len(batch)} parts but the model with its loss takes "
-                f"{self._model.n_in}."
-            )
+        self._check_batch(batch)
         n_pad = -batch[0].shape[0] % self.devices.n
         return pad_rows(tuple(batch), n_pad) if n_pad else (tuple(batch), None)
 
@@ -261,11 +251,6 @@ class ReversibleSerialTrainer:
         return self._programs[key]
 
     # --- What a person or a checkpoint reads and sets -------------------------------
-
-    @property
-    def model_with_loss(self) -> Layer:
-        """The layer being trained."""
-        return self._model
 
     @property
     def units(self) -> list[Unit]:
@@ -304,24 +289,6 @@ class ReversibleSerialTrainer:
             np.int32(self._n_skipped),
             np.sqrt(np.sum(np.square(norms, dtype=np.float64))).astype(np.float32),
         )
-
-    @property
-    def weights(self) -> Any:
-        """The current weights, on the host."""
-        return self.carry.weights
-
-    @weights.setter
-    def weights(self, value: Any) -> None:
-        self._model.weights = value
-
-    @property
-    def state(self) -> Any:
-        """The current model state, on the host."""
-        return self.carry.state
-
-    @state.setter
-    def state(self, value: Any) -> None:
-        self._model.state = value
 
     @property
     def slots(self) -> Any:
@@ -375,53 +342,23 @@ class ReversibleSerialTrainer:
 
     # --- The layers' side: they ask for values they do not hold ---------------------
 
-    def pull(self, about_to_change: bool = False) -> None:
-        """Brings the layers up to date; called by layers that are read or set."""
-        if not self._layers_current and self._values is not None:
-            self._layers_current = True
-            for what in ("weights", "state"):
-                own = [getattr(v, what) for v in self._values]
-                self._model._store(what, assembled(self._model, self._units, own))
-        if about_to_change:
-            self._reload_needed = True
-
-    def _attach(self) -> None:
-        others = {id(x._owner): x._owner for x in self._layers if x._owner is not None}
-        for owner in others.values():
-            owner.pull(about_to_change=True)
-        for layer in self._layers:
-            layer._owner = self
+    def _copy_of(self, what: str) -> Any:
+        return getattr(self.carry, what)
 
     def _reload(self) -> None:
         """Takes the values from the layers; slots stay if there are any."""
-        if any(layer._owner is not self for layer in self._layers):
-            self._attach()
-        weights = self._model._stored("weights", set())
-        state = self._model._stored("state", set())
-        if self._model.has_weights and not jax.tree.leaves((weights, state)):
-            raise ConfigError(
-                f"the model {self._model.name} has no weights yet: call "
-                "init_reversible_blocks(blocks, loss_layer, signature(batch), rng)."
-            )
+        weights, state = self._take()
         old = self._values
         self._values, self._makers, self._first = [], [], None
         for i, unit in enumerate(self._units):
             own = unit.take(weights), unit.take(state)
             slots = None if old is None else old[i].slots
             self._values.append(self._unit_values(unit, *own, slots))
-        for layer in self._layers:
-            layer._weights = layer._state = None
-        self._layers_current, self._reload_needed = False, False
+        self._let_go()
 
     def _unit_values(
         self, unit: Unit, weights: Any, state: Any, slots: Any
     ) -> UnitValues:
-        for path, leaf in unit.named_leaves(weights):
-            if not jnp.issubdtype(jnp.result_type(leaf), jnp.floating):
-                raise ConfigError(
-                    f"weight {path} has dtype {jnp.result_type(leaf)}: only float "
-                    "weights can be trained; keep other values in the layer's state."
-                )
         trainable = unit.trainable_list(weights)
         syncs = [
             sync
@@ -449,7 +386,3 @@ class ReversibleSerialTrainer:
             optimizer = copy.copy(optimizer)
             optimizer._clip_grad_norm = None
         return optimizer.tree_update(step, grads, *args, store_slots=False)
-
-
-def _all_layers(layer: Layer) -> list[Layer]:
-    return [layer, *(x for child in layer.sublayers for x in _all_layers(child))]

@@ -7,7 +7,6 @@ it; a custom experiment overrides `loss`, `gradients`, `update` or `metrics`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -22,6 +21,7 @@ from retrax.layers.running import MEMORY_MODES, batch_context, memory_context
 from retrax.optimizers import l2_norm
 from retrax.optimizers.base import Optimizer
 from retrax.trainer.devices import Devices
+from retrax.trainer.lender import Lender
 from retrax.trainer.packing import Packing
 from retrax.trainer.padding import pad_rows
 from retrax.trainer.step import Aux, Carry, Reduce, build_update, from_loss
@@ -29,7 +29,7 @@ from retrax.trainer.step import Aux, Carry, Reduce, build_update, from_loss
 __all__ = ["StepTrainer"]
 
 
-class StepTrainer:
+class StepTrainer(Lender):
     """Updates the weights of one model, one batch at a time.
 
     Example:
@@ -93,7 +93,6 @@ class StepTrainer:
         if memory not in MEMORY_MODES:
             raise ConfigError(f"memory must be one of {MEMORY_MODES}, got {memory!r}.")
         self._memory = memory
-        self._model = model_with_loss
         self._optimizer = optimizer
         self._accumulate = accumulate
         self._skip_nonfinite = skip_nonfinite
@@ -101,17 +100,14 @@ class StepTrainer:
         self.devices = Devices(n_devices, backend)
         kind = "adasum" if adasum else reduce
         self.reduce = Reduce(self.devices.axis, self.devices.n, kind)
-        self._layers = list(_all_layers(model_with_loss, set()))
         self._compiled: dict[bool, Any] = {}
         self._maskable: bool | None = None
         self._carry: Any = None
         self._packing: Packing | None = None
-        self._layers_current = True  # The layers hold what the carry holds.
-        self._reload_needed = True  # The carry must be made anew from the layers.
         self._learning_rate: tuple[float | None, Any] = (None, None)
         self._step = 0
         self._opt_params: dict[str, Any] = {}
-        self._attach()
+        super().__init__(model_with_loss)
 
     # --- Training -------------------------------------------------------------------
 
@@ -187,11 +183,6 @@ class StepTrainer:
     # --- What a person or a checkpoint reads and sets ---------------------------------
 
     @property
-    def model_with_loss(self) -> Layer:
-        """The layer being trained."""
-        return self._model
-
-    @property
     def optimizer(self) -> Optimizer:
         """The optimizer."""
         return self._optimizer
@@ -215,24 +206,6 @@ class StepTrainer:
         if self._reload_needed:
             self._reload()
         return self._unpacked()
-
-    @property
-    def weights(self) -> Any:
-        """A copy of the current weights."""
-        return self.devices.fetch(self.carry.weights)
-
-    @weights.setter
-    def weights(self, value: Any) -> None:
-        self._model.weights = value
-
-    @property
-    def state(self) -> Any:
-        """A copy of the current model state."""
-        return self.devices.fetch(self.carry.state)
-
-    @state.setter
-    def state(self, value: Any) -> None:
-        self._model.state = value
 
     @property
     def slots(self) -> Any:
@@ -284,35 +257,12 @@ class StepTrainer:
 
     # --- The layers' side: they ask for values they do not hold -----------------------
 
-    def pull(self, about_to_change: bool = False) -> None:
-        """Brings the layers up to date; called by layers that are read or set."""
-        if not self._layers_current and self._carry is not None:
-            self._layers_current = True
-            weights, state = self.devices.fetch(self._unpacked()[:2])
-            self._model._store("weights", weights)
-            self._model._store("state", state)
-        if about_to_change:
-            self._reload_needed = True
-
-    def _attach(self) -> None:
-        others = {id(x._owner): x._owner for x in self._layers if x._owner is not None}
-        for owner in others.values():
-            owner.pull(about_to_change=True)
-        for layer in self._layers:
-            layer._owner = self
+    def _copy_of(self, what: str) -> Any:
+        return self.devices.fetch(getattr(self.carry, what))
 
     def _reload(self) -> None:
         """Makes the carry from what the layers hold; slots stay if they still fit."""
-        if any(layer._owner is not self for layer in self._layers):
-            self._attach()
-        weights = self._model._stored("weights", set())
-        state = self._model._stored("state", set())
-        if self._model.has_weights and not jax.tree.leaves((weights, state)):
-            raise ConfigError(
-                f"the model {self._model.name} has no weights yet: call "
-                "model_with_loss.init(signature(batch), rng) first."
-            )
-        self._check_weights(weights)
+        weights, state = self._take()
         mask = layer_tree.trainable_list(self._model, weights)
         trained = trees.partition(weights, mask)[0]
         if self._carry is None:
@@ -331,10 +281,7 @@ class StepTrainer:
                 self.devices.put(l2_norm(trained)),
             )
         )
-        # The layers ask for their values from here on, and keep no second copy.
-        for layer in self._layers:
-            layer._weights = layer._state = None
-        self._layers_current, self._reload_needed = False, False
+        self._let_go()
 
     def _hold(self, carry: Carry) -> None:
         """Keeps a carry for the next step; a small one in few buffers."""
@@ -346,14 +293,6 @@ class StepTrainer:
 
     def _unpacked(self) -> Carry:
         return self._packing.unpack(self._carry) if self._packing else self._carry
-
-    def _check_weights(self, weights: Any) -> None:
-        for path, leaf in layer_tree.named_leaves(self._model, weights):
-            if not jnp.issubdtype(jnp.result_type(leaf), jnp.floating):
-                raise ConfigError(
-                    f"weight {path} has dtype {jnp.result_type(leaf)}: only float "
-                    "weights can be trained; keep other values in the layer's state."
-                )
 
     # --- Compiling --------------------------------------------------------------------
 
@@ -423,25 +362,6 @@ class StepTrainer:
             self._maskable = found[0] is not None
         return self._maskable
 
-    def _check_batch(self, batch: Any) -> None:
-        if not isinstance(batch, (tuple, list)):
-            raise DataError(
-                f"a batch must be a tuple of arrays, got {type(batch).__name__}."
-            )
-        n_in = self._model.n_in
-        if len(batch) != n_in:
-            last = self._model.sublayers[-1] if self._model.sublayers else self._model
-            hint = (
-                " Add example weights to the batches (data.AddLossWeights) or choose a "
-                "loss without weights."
-                if len(batch) == n_in - 1
-                else ""
-            )
-            raise DataError(
-                f"the batch has {len(batch)} parts but the model with its loss "
-                f"{last!r} takes {n_in}.{hint}"
-            )
-
     def _check_state_sync(self, batch: tuple[Any, ...]) -> None:
         """Refuses float state that changes without saying how replicas agree on it."""
         weights, state = self._unpacked()[:2]
@@ -484,12 +404,3 @@ def _unique(name: str, taken: dict[str, Any]) -> str:
         i += 1
         candidate = f"{name}_{i}"
     return candidate
-
-
-def _all_layers(layer: Layer, seen: set[int]) -> Iterator[Layer]:
-    if id(layer) in seen:
-        return
-    seen.add(id(layer))
-    yield layer
-    for child in layer.sublayers:
-        yield from _all_layers(child, seen)

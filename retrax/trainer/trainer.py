@@ -36,7 +36,7 @@ from retrax.trainer.checkpointer import Checkpointer
 from retrax.trainer.default_metrics import default_metrics, target_rank
 from retrax.trainer.epochs import epoch_lengths, epochs
 from retrax.trainer.evaluator import Evaluator
-from retrax.trainer.history import History
+from retrax.trainer.has_session import HasSession
 from retrax.trainer.init_model import init_model
 from retrax.trainer.interrupts import Interrupts
 from retrax.trainer.reporting import SummaryWriter
@@ -54,7 +54,7 @@ from retrax.trainer.step_trainer import StepTrainer
 __all__ = ["Trainer"]
 
 
-class Trainer:
+class Trainer(HasSession):
     """Trains a model on one stream and evaluates it on another.
 
     Example:
@@ -420,11 +420,6 @@ class Trainer:
         )
 
     @property
-    def step(self) -> int:
-        """Number of training steps done."""
-        return self._session.step
-
-    @property
     def model(self) -> Layer:
         """The model that is trained, without its loss."""
         return self._model_train
@@ -433,21 +428,6 @@ class Trainer:
     def step_trainers(self) -> list[Any]:
         """What makes the steps: `step_trainer` alone."""
         return [self.step_trainer]
-
-    @property
-    def history(self) -> History:
-        """Metrics of all evaluations so far."""
-        return self._session.history
-
-    @property
-    def evaluation_due(self) -> bool:
-        """Whether the last step was saved before its evaluation; `run` makes it up."""
-        return self._session.evaluation_due
-
-    @property
-    def n_devices(self) -> int:
-        """Number of devices."""
-        return self.step_trainer.n_devices
 
     @property
     def learning_rate(self) -> float:
@@ -474,18 +454,6 @@ class Trainer:
         self._model_train.state = state
 
     # --- Reporting --------------------------------------------------------------------
-
-    def log_step(self, step_message: str) -> None:
-        """Writes a line with the step number for a person to read."""
-        self._session.say(step_message)
-
-    def print_n_weights(self) -> None:
-        """Writes how many trainable weights the model has."""
-        self._session.print_n_weights()
-
-    def save_gin(self) -> None:
-        """Saves the operative gin configuration as config.gin."""
-        self._session.save_gin()
 
     def save_computation_graphs(self) -> None:
         """Saves the forward computation as text, forward.txt (StableHLO)."""

@@ -46,7 +46,6 @@ MAX_LINES, MAX_FUNCTION_LINES = 400, 60
 LONG_MODULES = {
     "layers/__init__.py": "the names of all layers, one a line, and nothing else",
     "layers/base.py": "Layer: what subclasses write, users call, and how it runs",
-    "trainer/reversible_trainer.py": "StepTrainer's interface, values on the host",
     "trainer/step.py": "gradient sources and the one update, read together",
     "trainer/step_trainer.py": "holding, lending and compiling of one carry",
     "trainer/trainer.py": "the names of Trax's Trainer, one short method each",
