@@ -1,8 +1,25 @@
 """Settings shared by all tests: the CPU is enough for every one of them."""
 
 import os
+import shutil
+import tempfile
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+# Tests compile the same small programs again and again, in workers and in processes
+# that they start. One cache for all of them, for this session only, halves the time.
+OWN_CACHE = None
+if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+    OWN_CACHE = tempfile.mkdtemp(prefix="retrax-tests-")
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = OWN_CACHE
+    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+    os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
+
+
+def pytest_unconfigure():
+    """Removes the cache, in the process that made it."""
+    if OWN_CACHE is not None:
+        shutil.rmtree(OWN_CACHE, ignore_errors=True)
 
 
 def pytest_runtest_setup(item):

@@ -143,9 +143,10 @@ def _attend(
     q: Any, k: Any, v: Any, seen: Any, bias: Any, dropout: float, rng: Any
 ) -> Any:
     """All queries at once; rows that see nothing come out as anything finite."""
-    # jax.nn's function has no dropout, takes values of the keys' size only, and its
-    # softmax is in float32 even for float64.
-    if not dropout and v.shape[3] == k.shape[3] and q.dtype != jnp.float64:
+    # jax.nn's function has no dropout, takes values of the keys' size only, its softmax
+    # is in float32 even for float64, and CPUs refuse its products of float16.
+    fits = q.dtype in (jnp.float32, jnp.bfloat16)
+    if not dropout and v.shape[3] == k.shape[3] and fits:
         k, v = k.astype(q.dtype), v.astype(q.dtype)
         return jax.nn.dot_product_attention(q, k, v, bias=bias, mask=seen)
     weights = _softmax(q, k, seen, bias)

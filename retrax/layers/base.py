@@ -321,6 +321,7 @@ class Layer(Holder):
             else:
                 frame = Frame(self, weights, state, rng)
             run.frames[id(self)] = frame
+            x = run.as_loss_input(self, x)
             self._check_inputs(x)
             self._check_weights(frame.weights)
             before = frame.state
@@ -328,6 +329,8 @@ class Layer(Holder):
             if frame.state is before and run.rerun:
                 frame.state = _children_updates(run, self, before)
             self._check_outputs(y)
+            if not self.sublayers:
+                y = run.rounded_outputs(y)
             if run.trace.observer is not None:
                 run.trace.observer(run.trace.stack, y)
         return y, GET_STATE_FROM_CACHE if cached else frame.state

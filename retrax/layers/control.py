@@ -1,9 +1,9 @@
 """Combinators that change how a layer runs: choices, memory, axes and directions.
 
 They build on `combinators.py` and on `scan.py`, whose loops this module hands on, as
-it does `Repeat` of `repeat.py`. What layers compute inside of a loop or a branch lives
-in a trace of its own: values that they emit there (`running.emit`) do not reach the
-caller of `Layer.apply`.
+it does `Repeat` of `repeat.py`. What layers compute inside of a branch lives in a trace
+of its own: values that they emit there (`running.emit`) do not reach the caller of
+`Layer.apply`.
 """
 
 from __future__ import annotations

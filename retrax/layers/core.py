@@ -16,12 +16,19 @@ import numpy as np
 from retrax import trees
 from retrax.layers import initializers as init
 from retrax.layers.base import Layer
-from retrax.layers.running import emit
+from retrax.layers.running import (
+    PER_EXAMPLE_PREFIX,
+    SUMMARY_PREFIX,
+    emit,
+    rounded,
+)
 
 __all__ = [
     "Dense",
     "Dropout",
     "Embedding",
+    "PerExample",
+    "Summary",
     "SummaryScalar",
     "TiedEmbedding",
 ]
@@ -89,7 +96,7 @@ class Dense(Layer):
         if not self._use_bias:
             return jnp.dot(x, self.weights)
         w, b = self.weights
-        return jnp.dot(x, w) + b
+        return rounded(jnp.dot(x, w)) + b
 
     def _cast(self, w: Any) -> Any:
         return w.astype(jnp.bfloat16) if self._use_bfloat16 else w
@@ -285,4 +292,58 @@ class SummaryScalar(Layer):
     def forward(self, x: Any) -> Any:
         """Emits the number."""
         emit(self.name, self._aggregation_fun(x))
+        return x
+
+
+class Summary(Layer):
+    """Returns its input and emits a value made from it, for the training log.
+
+    `StepTrainer` gives it as 'forward/{name}' in its stats: a number is averaged over
+    devices and micro-batches, an array is joined from them along its first axis; logs
+    show an array by its mean. Out of a loop (`Scan`, `Repeat`) comes an array with one
+    entry for each step. A second one of the same name is 'forward/{name}_1'.
+
+    Example:
+      >>> from retrax import layers as tl
+      >>> m = tl.Serial(tl.Relu(), tl.Summary('share', lambda x: jnp.mean(x > 0)))
+      >>> m.apply(jnp.array([1., -1.]), m.weights, m.state, None)[2]
+      [('forward/share', Array(0.5, dtype=float32))]
+    """
+
+    def __init__(self, name: str, fn: Callable[[Any], Any] = jnp.mean) -> None:
+        """Makes a summary.
+
+        Args:
+          name: what the value is called.
+          fn: makes the value from the input.
+        """
+        super().__init__(name=f"Summary_{name}")
+        self._summary_name, self._fn = SUMMARY_PREFIX + name, fn
+
+    def forward(self, x: Any) -> Any:
+        """Emits the value."""
+        emit(self._summary_name, self._fn(x))
+        return x
+
+
+class PerExample(Layer):
+    """Returns its input and hands it, or values made from it, out of the step by rows.
+
+    `StepTrainer` gives it as 'per_example/{name}' in its stats and `Evaluator.batch`
+    likewise: one entry for each row of the batch, in order, never averaged.
+    """
+
+    def __init__(self, name: str, fn: Callable[[Any], Any] | None = None) -> None:
+        """Makes an outlet.
+
+        Args:
+          name: what the values are called.
+          fn: makes the values (batch, ...) from the input; the input itself by default.
+        """
+        super().__init__(name=f"PerExample_{name}")
+        self._example_name, self._fn = PER_EXAMPLE_PREFIX + name, fn
+
+    def forward(self, x: Any) -> Any:
+        """Emits the values."""
+        emit(self._example_name, x if self._fn is None else self._fn(x))
         return x

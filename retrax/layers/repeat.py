@@ -20,7 +20,13 @@ from retrax.layers.base import Layer, State, Weights, to_list
 from retrax.layers.combinators import Serial
 from retrax.layers.reversible_run import run_blocks_reversibly
 from retrax.layers.reversing import is_reversible
-from retrax.layers.running import current_run, memory_mode, open_run
+from retrax.layers.running import (
+    current_run,
+    emit_of_steps,
+    memory_mode,
+    named_values,
+    open_run,
+)
 from retrax.layers.stack import ensure_layers, remember_output
 from retrax.shapes import signature
 
@@ -167,31 +173,34 @@ class Repeat(Layer):
         x = jax.tree.map(jnp.asarray, tuple(x) if self.n_in != 1 else x)
         values = (x, self.weights, self.state, keys)
         if mode == "reversible" and is_reversible(self._template):
-            y, self.state = run_blocks_reversibly(
+            y, self.state, emitted = run_blocks_reversibly(
                 self._run_all, self._template, self._n, *values
             )
         else:
-            y, self.state = self._run_all(*values, remat=mode == "remat")
+            y, self.state, emitted = self._run_all(*values, remat=mode == "remat")
+        emit_of_steps(emitted)
         sequences.check_state(self._template, self.state)  # Blocks see tracers only.
         return y
 
     def _run_all(
         self, x: Any, weights: Weights, state: State, keys: Any, remat: bool = False
-    ) -> tuple[Any, State]:
-        def run_one(x: Any, block: tuple[Weights, State, Any]) -> tuple[Any, State]:
-            y, state = self._template.pure_fn(x, *block)
+    ) -> tuple[Any, State, dict[str, Any]]:
+        def run_one(x: Any, block: tuple[Weights, State, Any]) -> tuple[Any, Any]:
+            y, state, emitted = self._template.apply(x, *block)
             _check_kept(self._template, signature(x), signature(y))
-            return tuple(to_list(y)) if self.n_out != 1 else y, state
+            y = tuple(to_list(y)) if self.n_out != 1 else y
+            return y, (state, named_values(emitted))
 
         if remat:
             run_one = jax.checkpoint(run_one, prevent_cse=False)
-        return jax.lax.scan(
+        y, (state, emitted) = jax.lax.scan(
             run_one,
             x,
             (weights, state, keys),
             length=self._n,
             unroll=min(self._unroll, self._n),
         )
+        return y, state, emitted
 
     def _check_place(self, i: int) -> None:
         if not 0 <= i < self._n:

@@ -26,8 +26,9 @@ from retrax.layers.reversing import (
 from retrax.layers.running import (
     Run,
     current_run,
-    emit,
+    emit_named,
     memory_mode,
+    named_values,
     open_run,
 )
 from retrax.layers.stack import arities, inputs_from_stack, packed
@@ -97,19 +98,20 @@ def run_reversibly(
         return x, (tuple(to_list(gx)), gw)
 
     result = _run(forward, backward, mode, xs, values)
+    emit_named(result.emitted)
     new_state = [_marked(s, old) for s, old in zip(result.state, state, strict=True)]
     return packed([*to_list(result.outputs), *items[n_in:]]), new_state
 
 
 def run_blocks_reversibly(
-    run_all: Callable[[Any, Weights, State, Any], tuple[Any, State]],
+    run_all: Callable[[Any, Weights, State, Any], tuple[Any, State, dict[str, Any]]],
     block: Layer,
     n: int,
     x: Any,
     weights: Weights,
     state: State,
     keys: Any,
-) -> tuple[Any, State]:
+) -> tuple[Any, State, dict[str, Any]]:
     """Runs `run_all(x, weights, state, keys)`, to be differentiated by reversing.
 
     `run_all` runs n blocks like the reversible `block`, whose values are stacked.
@@ -117,7 +119,7 @@ def run_blocks_reversibly(
 
     def forward(context: dict[str, Any], x: Any, values: _Values) -> _Result:
         with open_run("forward", **context):
-            return _Result(*run_all(x, *values), {})
+            return _Result(*run_all(x, *values))
 
     def backward(
         y: Any, grad: Any, values: _Values, new_state: Any
@@ -126,7 +128,7 @@ def run_blocks_reversibly(
         return reverse_blocks(block, n, y, grad, w, s, new_state, keys)
 
     result = _run(forward, backward, "reversible", x, (weights, state, keys))
-    return result.outputs, result.state
+    return result.outputs, result.state, result.emitted
 
 
 def _run(
@@ -136,7 +138,7 @@ def _run(
     xs: Any,
     values: _Values,
 ) -> _Result:
-    """Calls `forward` so that its derivative is `backward`, and emits its values."""
+    """Calls `forward` so that its derivative is `backward`."""
     run = current_run()
     context = {} if run is None else dict(run.context)
     mask = context.pop("row_mask", None)
@@ -169,10 +171,7 @@ def _run(
     reversible.defvjp(keep, reverse)
     call = run_forward if mode == "remat" else reversible
     weights, *others = values
-    result = call(xs, weights, (tuple(others), mask))
-    for name, value in result.emitted.items():
-        emit(name[6:], value)
-    return result
+    return call(xs, weights, (tuple(others), mask))
 
 
 def _run_chain(
@@ -188,8 +187,7 @@ def _run_chain(
         def run_one(x: Any, w: Any, s: Any, rng: Any, layer: Layer = layer) -> Any:
             with open_run("forward", **context):
                 y, new_s, values = layer.apply(x, w, s, rng)
-            # The keys of a dict are structure, so names may leave; they keep the order.
-            return y, new_s, {f"{i:06d}{n}": v for i, (n, v) in enumerate(values)}
+            return y, new_s, named_values(values)
 
         if mode == "remat":
             run_one = jax.checkpoint(run_one, prevent_cse=True)

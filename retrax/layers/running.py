@@ -14,24 +14,36 @@ from contextvars import ContextVar
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from retrax.errors import LayerError
 from retrax.shapes import signature
 
 __all__ = [
     "MEMORY_MODES",
+    "PER_EXAMPLE_PREFIX",
+    "SUMMARY_PREFIX",
     "Frame",
     "Run",
     "batch_context",
     "current_run",
     "data_axis",
     "emit",
+    "emit_named",
+    "emit_of_steps",
     "memory_context",
     "memory_mode",
+    "named_values",
     "open_run",
+    "precision_context",
+    "rounded",
     "row_mask",
 ]
 
+
+# What the names of summaries of the forward pass begin with, and those of outputs that
+# have one entry for each row of the batch.
+SUMMARY_PREFIX, PER_EXAMPLE_PREFIX = "forward/", "per_example/"
 
 # How layers that can be reversed or computed again are differentiated.
 MEMORY_MODES = ("reversible", "remat", "plain")
@@ -129,6 +141,17 @@ class Run:
                     "of it; use it only inside, or only outside."
                 )
 
+    def as_loss_input(self, layer: Any, x: Any) -> Any:
+        """Returns inputs of a layer, in the dtype of losses if it is the loss."""
+        loss, convert = self.context.get("loss") or (None, None)
+        return convert(x) if loss is layer and convert is not None else x
+
+    def rounded_outputs(self, y: Any) -> Any:
+        """Returns outputs of a layer, rounded if the run asks for it."""
+        if self.context.get("rounding") is None:
+            return y
+        return jax.tree.map(rounded, y)
+
     def _direct(self, layer: Any) -> Frame | None:
         run: Run | None = self
         while run is not None:
@@ -222,6 +245,37 @@ def memory_mode() -> str:
     return mode or MEMORY_MODES[0]
 
 
+def precision_context(
+    rounding: Any = None, loss: Any = None, loss_input: Any = None
+) -> contextlib.AbstractContextManager[Run]:
+    """Tells the layers that run in this block in which precision they compute.
+
+    Args:
+      rounding: dtype that results of layers are rounded to, also where a compiler may
+        keep more digits; None leaves that to the compiler.
+      loss: layer whose inputs go through `loss_input` first.
+      loss_input: function of a tree.
+    """
+    boundary = None if loss is None else (loss, loss_input)
+    return open_run("forward", rounding=rounding, loss=boundary)
+
+
+def rounded(x: Any, dtype: Any = None) -> Any:
+    """Rounds a result, and its gradient, as the precision of the current run asks.
+
+    Args:
+      x: float array.
+      dtype: rounds to the digits of this dtype, whatever runs.
+    """
+    if dtype is None:
+        run = _CURRENT.get()
+        dtype = None if run is None else run.context.get("rounding")
+        if dtype is None or getattr(x, "dtype", None) != dtype:
+            return x
+    info = jnp.finfo(dtype)
+    return jax.lax.reduce_precision(x, info.nexp, info.nmant)
+
+
 @contextlib.contextmanager
 def outside_of_runs() -> Iterator[None]:
     """Lets the block see what layers store, as from outside of all runs."""
@@ -240,12 +294,41 @@ def split_rng(rng: Any, n: int) -> tuple[Any, ...]:
 def emit(name: str, value: Any) -> None:
     """Hands a value out of the running model, beside its outputs.
 
-    `Layer.apply` returns what was emitted; other callers do not see it. Values emitted
-    inside a nested trace (the body of a scan) stay there.
+    `Layer.apply` returns what was emitted; other callers do not see it. Out of a loop
+    come the values of all its steps (`emit_of_steps`), out of a branch none.
     """
     run = _CURRENT.get()
     if run is not None:
         run.emitted.append((name, value))
+
+
+def named_values(emitted: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Writes what was emitted in a nested trace as a dict, which may leave the trace.
+
+    The keys of a dict are structure and no values; a number before each name keeps
+    apart what has one name, and the order.
+    """
+    return {f"{i:06d}{name}": value for i, (name, value) in enumerate(emitted)}
+
+
+def emit_named(named: dict[str, Any]) -> None:
+    """Emits again what `named_values` wrote."""
+    for name, value in named.items():
+        emit(name[6:], value)
+
+
+def emit_of_steps(named: dict[str, Any]) -> None:
+    """Emits what the steps of a loop emitted, each value with the steps as first axis.
+
+    Summaries keep that axis, other values come out as their mean. What parts of a batch
+    weigh is only said outside of loops.
+    """
+    for name, value in named.items():
+        name = name[6:]
+        if name.startswith(SUMMARY_PREFIX):
+            emit(name, value)
+        elif name != "weight":
+            emit(name, jnp.mean(value, axis=0))
 
 
 def data_axis() -> str | None:

@@ -1,8 +1,6 @@
 """Loops over an axis: `Scan`, and `Chunk` over parts of the batch.
 
-They build on `combinators.py`; users find them in `control.py`. What the layer computes
-in a step lives in a trace of its own: values that layers emit there (`running.emit`) do
-not reach the caller of `Layer.apply`.
+They build on `combinators.py`; users find them in `control.py`.
 """
 
 from __future__ import annotations
@@ -16,6 +14,7 @@ import jax.numpy as jnp
 from retrax import trees
 from retrax.layers.base import Layer, PureLayer, State, to_list
 from retrax.layers.combinators import Serial
+from retrax.layers.running import emit_of_steps, named_values
 from retrax.layers.stack import remember_output
 from retrax.shapes import ShapeDtype, signature
 
@@ -33,7 +32,12 @@ class Scan(Layer):
     The state is (state of the layer, carry). The carry is () except in mode 'predict',
     where it is (started, (carry...)): the last carry of a call is then the first one of
     the next call, whose own first carry is ignored. Its structure is that from `init`
-    on, so that a decoding loop can be compiled.
+    on, so that a decoding loop can be compiled. With `keep_time` it is (state of the
+    layer, (carry, number of steps done)), and keys go by that number: calls on the
+    parts of a sequence, each with the state of the one before and the same key, draw
+    what one call on the whole would draw. `reset_state` begins a new sequence.
+
+    What the layer emits comes out once, with all steps (`running.emit_of_steps`).
 
     Example:
       >>> from retrax import layers as tl
@@ -53,6 +57,8 @@ class Scan(Layer):
         remat: bool = False,
         mode: str = "train",
         name: str | None = None,
+        *,
+        keep_time: bool = False,
     ) -> None:
         """Makes a loop over `layer`.
 
@@ -64,6 +70,8 @@ class Scan(Layer):
             keeping what it computed.
           mode: 'train', 'eval', 'viz', or 'predict', which keeps the carry.
           name: name of the layer.
+          keep_time: whether the steps of a call go on counting where those of the call
+            before ended.
 
         Raises:
           ValueError: the layer has too few inputs or outputs for that carry.
@@ -80,6 +88,7 @@ class Scan(Layer):
         self._n_carry = n_carry
         self._remat = remat
         self._mode = mode
+        self._keep_time = keep_time
 
     def init_weights_and_state(self, input_signature: Any) -> None:
         """Initialises the layer for one slice."""
@@ -93,7 +102,8 @@ class Scan(Layer):
         if self._mode == "predict":
             zeros = tuple(jnp.zeros(c.shape, c.dtype) for c in carry)
             own = (jnp.zeros((), bool), zeros)
-        self.weights, self.state = (weights,), (state, own)
+        time = (jnp.int32(0),) if self._keep_time else ()
+        self.weights, self.state = (weights,), (state, (own, *time) if time else own)
         outputs = to_list(layer.output_signature(step_sig))
         ys, new_carry = self._split_outputs(outputs)
         self._check_carry(carry, new_carry)
@@ -110,6 +120,9 @@ class Scan(Layer):
         length = self._length(xs)
         layer, rng = self.sublayers[0], self.rng
         (weights,), (state, own) = self.weights, self.state
+        start = 0
+        if self._keep_time:
+            own, start = own
         if own:
             started, kept = own
             self._check_kept(kept, carry)
@@ -119,21 +132,23 @@ class Scan(Layer):
             carry, state = loop
             i, xs = sliced
             key = None if rng is None else jax.random.fold_in(rng, i)
-            outputs, new_state = layer.pure_fn(
+            outputs, new_state, emitted = layer.apply(
                 packed([*xs, *carry]), weights, state, key
             )
             ys, new_carry = self._split_outputs(to_list(outputs))
             self._check_carry(carry, new_carry)
             check_state_kept(layer, state, new_state)
-            return (tuple(new_carry), new_state), tuple(ys)
+            return (tuple(new_carry), new_state), (tuple(ys), named_values(emitted))
 
         if self._remat:
             step = jax.checkpoint(step, prevent_cse=False)
         moved = tuple(jnp.moveaxis(x, self._axis, 0) for x in xs)
-        (carry, state), ys = jax.lax.scan(
-            step, (tuple(carry), state), (jnp.arange(length), moved)
+        (carry, state), (ys, emitted) = jax.lax.scan(
+            step, (tuple(carry), state), (start + jnp.arange(length), moved)
         )
-        self.state = (state, (jnp.ones((), bool), carry) if own else ())
+        emit_of_steps(emitted)
+        kept = (jnp.ones((), bool), carry) if own else ()
+        self.state = (state, (kept, start + length) if self._keep_time else kept)
         return packed([*(jnp.moveaxis(y, 0, self._axis) for y in ys), *carry])
 
     def _parts(self, inputs: Any) -> tuple[list[Any], list[Any]]:

@@ -28,6 +28,7 @@ from retrax.trainer import (
 from retrax.trainer.arguments import made_inputs, made_model
 from retrax.trainer.default_metrics import default_metrics, target_rank
 from retrax.trainer.epochs import at_steps
+from retrax.trainer.precision import Policy
 
 __all__ = [
     "Loop",
@@ -96,6 +97,7 @@ def train(
     adasum: bool = False,
     init_checkpoint: str | None = None,
     callbacks: Any = None,
+    precision: str | Policy | None = None,
     n_weights_shards: int = 1,
     additional_train_tasks: Sequence[TrainTask] | None = None,
     additional_eval_tasks: Sequence[EvalTask] | None = None,
@@ -129,6 +131,7 @@ def train(
       adasum: combine the gradients of several devices by Adasum.
       init_checkpoint: checkpoint of another run to take the weights from.
       callbacks: see `Callback`; functions (classes) of the trainer that make them.
+      precision: 'float32', 'mixed_bfloat16' or 'mixed_float16', or a `Policy`.
       n_weights_shards: 1; weights are whole on each device.
       additional_train_tasks: more tasks to train on, with a Loop.
       additional_eval_tasks: more tasks to evaluate on, with a Loop.
@@ -154,8 +157,8 @@ def train(
         "n_devices": num_devices(),
         "init_checkpoint": init_checkpoint,
     }
-    if callbacks is not None:
-        options["callbacks"] = callbacks
+    given = {"callbacks": callbacks, "precision": precision}
+    options |= {name: x for name, x in given.items() if x is not None}
     more = _Additional(
         tuple(additional_train_tasks or ()),
         tuple(additional_eval_tasks or ()),

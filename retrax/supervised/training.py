@@ -29,6 +29,7 @@ from retrax.trainer.epochs import at_steps
 from retrax.trainer.evaluator import Evaluator
 from retrax.trainer.has_session import HasSession
 from retrax.trainer.interrupts import Interrupts
+from retrax.trainer.precision import Policy, step_options_with
 from retrax.trainer.resume import check_resume_data
 from retrax.trainer.reversible_trainer import ReversibleSerialTrainer
 from retrax.trainer.run_log import RunLog
@@ -89,6 +90,7 @@ class Loop(HasSession):
         eval_task: EvalTask | list[EvalTask] | None = None,
         init_checkpoint: str | os.PathLike[str] | None = None,
         resume_data: str = "replay",
+        precision: str | Policy | None = None,
         step_options: Mapping[str, Any] | None = None,
         checkpoint_policy: CheckpointPolicy | None = None,
         log_every: int = 50,
@@ -130,6 +132,8 @@ class Loop(HasSession):
           resume_data: what a resumed run does with data from a plain generator, which
             cannot say where it is: 'replay' reads up to its place, 'restart' begins
             anew, 'error' refuses.
+          precision: 'float32', 'mixed_bfloat16', 'mixed_float16', or a `Policy`; also
+            for evaluation.
           step_options: more arguments for `StepTrainer`.
           checkpoint_policy: when to save beside all that, and what to keep.
           log_every: number of steps between two entries on training in the log.
@@ -167,11 +171,12 @@ class Loop(HasSession):
         )
         _, rng = jax.random.split(session.seed_rng)
         self._tasks.init(self._model, rng, init_checkpoint)
-        options = {"n_devices": n_devices, "adasum": adasum, **(step_options or {})}
+        options = {"n_devices": n_devices, "adasum": adasum}
+        options |= step_options_with(precision, step_options)
         self._tasks.make_trainers(
             lambda whole, optimizer: self.make_step_trainer(whole, optimizer, **options)
         )
-        self._make_evaluators()
+        self._make_evaluators(options.get("precision"))
         session.callbacks = CallbackList(callbacks, session)
         names = session.callbacks.metric_names(sum(self._metric_names, []))
         check_metric_name("checkpoint_low_metric", checkpoint_low_metric, names)
@@ -189,7 +194,7 @@ class Loop(HasSession):
             session.begin_anew()
         self._update_eval_model()
 
-    def _make_evaluators(self) -> None:
+    def _make_evaluators(self, precision: str | Policy | None) -> None:
         """Makes evaluation model and evaluators, and finds names of metrics."""
         tasks = self._eval_tasks
         if self._eval_model is not self._model:
@@ -201,6 +206,7 @@ class Loop(HasSession):
                 self._eval_model,
                 dict(zip(task.metric_names, task.metrics, strict=True)),
                 self.step_trainer.devices,
+                precision,
             )
             for task in tasks
         ]

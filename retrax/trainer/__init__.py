@@ -13,6 +13,13 @@ from retrax.trainer.epochs import epochs
 from retrax.trainer.evaluator import Evaluator
 from retrax.trainer.history import History
 from retrax.trainer.interrupts import Interrupted
+from retrax.trainer.loss_scale import (
+    DynamicLossScale,
+    LossScale,
+    NoLossScale,
+    StaticLossScale,
+)
+from retrax.trainer.precision import Policy
 from retrax.trainer.reversible_trainer import ReversibleSerialTrainer
 from retrax.trainer.run_log import RunLog
 from retrax.trainer.session import Session
@@ -34,16 +41,21 @@ __all__ = [
     "Callback",
     "CheckpointPolicy",
     "Devices",
+    "DynamicLossScale",
     "Evaluator",
     "History",
     "Interrupted",
+    "LossScale",
+    "NoLossScale",
     "NotSaved",
     "OptState",
+    "Policy",
     "Reduce",
     "ReversibleBlocks",
     "ReversibleSerialTrainer",
     "RunLog",
     "Session",
+    "StaticLossScale",
     "StepTrainer",
     "StepValues",
     "Trainer",

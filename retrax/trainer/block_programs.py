@@ -28,6 +28,12 @@ from retrax.layers.stack import inputs_from_stack, packed
 from retrax.optimizers import l2_norm
 from retrax.trainer.blocks import Unit
 from retrax.trainer.loss_chunks import chunked_loss
+from retrax.trainer.loss_scale import (
+    LossScale,
+    current_loss_scale,
+    loss_scale_context,
+)
+from retrax.trainer.precision import Policy
 from retrax.trainer.step import (
     Aux,
     Carry,
@@ -52,6 +58,7 @@ class Shared(NamedTuple):
       step: number of the step.
       where: which of the keys is whose, see `where`.
       scale: what gradients are multiplied by, for clipping; 1 otherwise.
+      loss_scale: what the loss is multiplied by.
     """
 
     opt_params: Any
@@ -59,6 +66,7 @@ class Shared(NamedTuple):
     step: Any
     where: Any
     scale: Any
+    loss_scale: LossScale
 
 
 def where(unit: Unit) -> tuple[np.ndarray, ...]:
@@ -82,6 +90,7 @@ class UnitPrograms:
         optimizer_update: Callable[..., Any],
         trainable: list[bool],
         state_sync: list[str | None],
+        policy: Policy,
     ) -> None:
         """Notes what is built in.
 
@@ -91,7 +100,9 @@ class UnitPrograms:
           optimizer_update: as `Optimizer.tree_update`.
           trainable: for each leaf of the weights, whether it is trained.
           state_sync: for each leaf of the state, how replicas agree on it.
+          policy: the dtypes to compute in.
         """
+        self._policy = policy
         self._kind, self._chunk, self._n_in = unit.kind, unit.chunk, unit.n_in
         self._layers = unit.layers
         self._splits = [[n for n, _ in place.steps] for place in unit.places]
@@ -99,6 +110,7 @@ class UnitPrograms:
         self._optimizer_update = optimizer_update
         self._trainable, self._state_sync = trainable, state_sync
         built_in = (self._kind, self._chunk, self._splits, trainable, state_sync)
+        built_in += (policy,)
         self.key = (fingerprint(unit.layers), repr(built_in))
 
     # --- Programs ---------------------------------------------------------------------
@@ -132,6 +144,7 @@ class UnitPrograms:
             self._state_sync,
             skip_nonfinite=False,  # Whether to skip is known after the last unit.
         )
+        carry = carry._replace(loss_scale=shared.loss_scale)
         carry, out = update(carry, (shared.opt_params, shared.rng, shared.step), xs)
         if self._kind != "loss":
             out.pop("loss", None)
@@ -144,8 +157,10 @@ class UnitPrograms:
         """
         (weights, state), shared = shared
         rng, _ = step_rngs(self._reduce.key(shared.rng), shared.step)
-        grads, aux = self._gradient_source(shared.where)(weights, state, rng, *xs)
+        with loss_scale_context(shared.loss_scale):
+            grads, aux = self._gradient_source(shared.where)(weights, state, rng, *xs)
         grads = self._reduce.gradients(trees.partition(grads, self._trainable)[0])
+        grads = shared.loss_scale.unscale(grads)
         return carry, (aux.inputs, jnp.square(l2_norm(grads)))
 
     def check(self, carry: Any, shared: Any, xs: Any) -> Any:
@@ -158,9 +173,10 @@ class UnitPrograms:
         rng, _ = step_rngs(self._reduce.key(shared.rng), shared.step)
         keys = self._keys(rng, shared.where)
         new_state = jax.tree.map(lambda s: s[0], new_state)
-        with batch_context(self._reduce.axis, mask):
+        cast = self._policy.cast_to_compute(weights)
+        with batch_context(self._reduce.axis, mask), self._policy.context():
             found = reverse_each(
-                self._layers, packed(outputs), weights, state, new_state, keys
+                self._layers, packed(outputs), cast, state, new_state, keys
             )
         differences = []
         for x, y in zip(inputs, to_list(found), strict=True):
@@ -226,7 +242,9 @@ class UnitPrograms:
 
         def gradients(weights: Any, state: Any, rng: Any, *xs: Any) -> tuple[Any, Aux]:
             with batch_context(self._reduce.axis, xs[-1]):
-                return source(where, weights, state, rng, *xs[:-1])
+                grads, aux = source(where, weights, state, rng, *xs[:-1])
+            # The cotangent that comes from the loss is scaled as the loss is.
+            return grads, aux._replace(loss_scale=current_loss_scale())
 
         return gradients
 
@@ -256,16 +274,18 @@ class UnitPrograms:
         def reverse_and_grad(
             outputs: Any, grads: Any, w: Any, state: Any, new_state: Any, rng: Any
         ) -> Any:
-            x, (gx, gw) = reverse_chain(
-                self._layers,
-                packed(outputs),
-                packed(grads),
-                w,
-                state,
-                new_state,
-                self._keys(rng, where),
-                apart=False,
-            )
+            with self._policy.context():
+                x, (gx, gw) = reverse_chain(
+                    self._layers,
+                    packed(outputs),
+                    packed(grads),
+                    self._policy.cast_to_compute(w),
+                    state,
+                    new_state,
+                    self._keys(rng, where),
+                    apart=False,
+                )
+            gw = jax.tree.map(lambda g, x: g.astype(x.dtype), gw, w)
             return tuple(to_list(x)), (tuple(to_list(gx)), gw)
 
         grads = tuple(with_float0(g, y) for g, y in zip(grads, outputs, strict=True))
@@ -289,7 +309,9 @@ class UnitPrograms:
             weights, moving = both
             xs = trees.combine(moving, fixed)
             keys = self._keys(rng, where)
-            return chunked_loss(self._layers, xs, weights, state, keys, self._chunk)
+            cast = (*self._policy.cast_to_compute(weights[:-1]), weights[-1])
+            with self._policy.context(self._layers[-1]):
+                return chunked_loss(self._layers, xs, cast, state, keys, self._chunk)
 
         (gradients, grads_in), aux = from_loss(loss_fn, self._reduce)(
             (weights, moving), state, rng, fixed
@@ -308,7 +330,8 @@ class UnitPrograms:
         keys = self._keys(rng, where)
         stack, new_state = list(inputs), []
         for layer, w, s, key in zip(self._layers, weights, state, keys, strict=True):
-            y, s = layer.pure_fn(inputs_from_stack(stack, layer.n_in), w, s, key)
+            x = inputs_from_stack(stack, layer.n_in)
+            y, s, _ = self._policy.run_inside(layer, x, w, s, key)
             stack = to_list(y) + stack[layer.n_in :]
             new_state.append(s)
         return tuple(stack), tuple(new_state)

@@ -22,6 +22,7 @@ from retrax import trees
 from retrax.optimizers import l2_norm
 from retrax.trainer.block_programs import Shared, where
 from retrax.trainer.blocks import Unit
+from retrax.trainer.loss_scale import LossScale
 from retrax.trainer.step import Carry
 from retrax.trainer.visits import Visits
 
@@ -66,6 +67,7 @@ class BlockStep:
         shared: tuple[Any, Any, Any],
         n_skipped: int,
         mask: Any,
+        loss_scale: LossScale,
     ) -> None:
         """Begins a step.
 
@@ -77,7 +79,9 @@ class BlockStep:
           shared: (opt_params, rng, step).
           n_skipped: steps skipped before.
           mask: 0 for rows that are padding; None if there are none.
+          loss_scale: what the loss is multiplied by.
         """
+        self._loss_scale = loss_scale
         self.values = values
         self._units, self._program, self._visits = units, program, visits
         self._shared, self._mask = shared, mask
@@ -240,7 +244,8 @@ class BlockStep:
                 )
 
     def _of(self, i: int) -> Shared:
-        return Shared(*self._shared, where(self._units[i]), self._scale)
+        place = where(self._units[i])
+        return Shared(*self._shared, place, self._scale, self._loss_scale)
 
     def _bring(self, i: int, slots: bool) -> Future[Any]:
         own = self.values[i]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,15 +18,35 @@ import numpy as np
 
 from retrax.errors import DataError
 from retrax.layers.base import Layer
-from retrax.layers.running import batch_context
+from retrax.layers.running import (
+    PER_EXAMPLE_PREFIX,
+    SUMMARY_PREFIX,
+    batch_context,
+)
 from retrax.layers.stack import inputs_from_stack, outputs_onto_stack
 from retrax.shapes import signature
 from retrax.trainer.devices import Devices
-from retrax.trainer.padding import pad_rows
+from retrax.trainer.padding import cut_rows, pad_rows
+from retrax.trainer.precision import Policy, as_policy
+from retrax.trainer.step import Reduce, aux_of
 
-__all__ = ["Evaluator"]
+__all__ = ["EvalBatch", "Evaluator"]
 
 _READ_EVERY = 100  # Batches whose sums may wait on the device, so that it need not.
+
+
+class EvalBatch(NamedTuple):
+    """What one batch of an evaluation gives.
+
+    Attributes:
+      metrics: name -> (mean, weight), over all devices.
+      summaries: 'forward/{name}' -> value, of `Summary` layers in the model.
+      per_example: 'per_example/{name}' -> (batch, ...), of `PerExample` layers.
+    """
+
+    metrics: dict[str, tuple[Any, Any]]
+    summaries: dict[str, Any]
+    per_example: dict[str, Any]
 
 
 class Evaluator:
@@ -41,6 +61,7 @@ class Evaluator:
         model: Layer,
         metrics: Mapping[str, Layer],
         devices: Devices | None = None,
+        precision: str | Policy | None = None,
     ) -> None:
         """Makes an evaluator.
 
@@ -48,6 +69,7 @@ class Evaluator:
           model: layer in mode 'eval'; its weights are given at each evaluation.
           metrics: name -> metric layer without weights.
           devices: where to run; one device by default.
+          precision: dtypes that the model computes in; see `Policy`.
 
         Raises:
           TypeError: a metric is no layer.
@@ -65,7 +87,8 @@ class Evaluator:
         self._model = model
         self._metrics = dict(metrics)
         self._devices = devices or Devices(1)
-        self._compiled: dict[bool, Any] = {}
+        self._policy = as_policy(precision)
+        self._compiled: dict[tuple[bool, bool], Any] = {}
         self._maskable: bool | None = None
 
     @property
@@ -116,10 +139,37 @@ class Evaluator:
         if not n:
             raise DataError("evaluation got no batch: is the evaluation set empty?")
         _add(totals, sums)
-        return {n: float(v / w) if w else 0.0 for n, (v, w) in totals.items()}
+        return {name: float(_mean(pair)) for name, pair in totals.items()}
+
+    def batch(
+        self, batch: tuple[Any, ...], weights: Any, state: Any, rng: Any = None
+    ) -> EvalBatch:
+        """Evaluates one batch, and returns also what its layers hand out.
+
+        Args:
+          batch: tuple of arrays.
+          weights: weights of the model.
+          state: state of the model; it is not changed.
+          rng: key for layers that draw random numbers even in evaluation.
+        """
+        rng = jax.random.key(0) if rng is None else rng
+        sums, given = self._batch_sums(batch, weights, state, rng, 0, whole=True)
+        metrics = {n: (_mean(pair), pair[1]) for n, pair in sums.items()}
+        given = cut_rows(given, batch[0].shape[0])
+        kinds = [
+            {n: x for n, x in given.items() if n.startswith(prefix)}
+            for prefix in (SUMMARY_PREFIX, PER_EXAMPLE_PREFIX)
+        ]
+        return EvalBatch(metrics, *kinds)
 
     def _batch_sums(
-        self, batch: tuple[Any, ...], weights: Any, state: Any, rng: Any, i: int
+        self,
+        batch: tuple[Any, ...],
+        weights: Any,
+        state: Any,
+        rng: Any,
+        i: int,
+        whole: bool = False,
     ) -> Any:
         split, mask = True, None
         n_pad = -batch[0].shape[0] % self._devices.n
@@ -129,17 +179,17 @@ class Evaluator:
             split = self._maskable
             if split:
                 batch, mask = pad_rows(batch, n_pad)
-        if split not in self._compiled:
+        if (split, whole) not in self._compiled:
             # Devices that all take the whole batch have nothing to join.
             axis = self._devices.axis if split else None
-            self._compiled[split] = self._devices.compile(
-                functools.partial(self._step, axis), donate=False, split=split
+            self._compiled[split, whole] = self._devices.compile(
+                functools.partial(self._step, axis, whole), donate=False, split=split
             )
         shared = (weights, state, rng, np.int32(i))
-        return self._compiled[split]((), shared, (tuple(batch), mask))[1]
+        return self._compiled[split, whole]((), shared, (tuple(batch), mask))[1]
 
     def _step(
-        self, axis: str | None, carry: Any, shared: Any, xs: Any
+        self, axis: str | None, whole: bool, carry: Any, shared: Any, xs: Any
     ) -> tuple[Any, Any]:
         weights, state, rng, i = shared
         batch, mask = xs
@@ -147,20 +197,27 @@ class Evaluator:
         if axis is not None:
             rng = jax.random.fold_in(rng, jax.lax.axis_index(axis))
         with batch_context(axis, mask):
-            pairs = self._values(batch, weights, state, rng)
+            pairs, emitted = self._values(batch, weights, state, rng)
         sums = {}
         for name, (value, weight) in pairs.items():
             weight = jnp.float32(batch[0].shape[0] if weight is None else weight)
             pair = jnp.stack([value.astype(jnp.float32) * weight, weight])
             sums[name] = pair if axis is None else jax.lax.psum(pair, axis)
-        return carry, sums
+        if not whole:
+            return carry, sums
+        reduce, aux = Reduce(axis), aux_of((), emitted)
+        given = {n: reduce.summary(x) for n, x in aux.summaries.items()}
+        given |= {n: reduce.joined(x) for n, x in aux.per_example.items()}
+        return carry, (sums, given)
 
     def _values(
         self, batch: Any, weights: Any, state: Any, rng: Any
-    ) -> dict[str, tuple[Any, Any]]:
-        """Returns name -> (value, weight or None) for one batch."""
+    ) -> tuple[dict[str, tuple[Any, Any]], list[tuple[str, Any]]]:
+        """Returns name -> (value, weight or None), and what the model emitted."""
         inputs = inputs_from_stack(tuple(batch), self._model.n_in)
-        outputs, _ = self._model.pure_fn(inputs, weights, state, rng)
+        outputs, _, handed_out = self._policy.run_model(
+            self._model, inputs, weights, state, rng
+        )
         stack = outputs_onto_stack(outputs, tuple(batch), self._model.n_in)
         values = {}
         for name, metric in self._metrics.items():
@@ -176,7 +233,7 @@ class Evaluator:
             value, _, emitted = metric.apply(x, metric_weights, metric_state, rng)
             found = [v for what, v in emitted if what == "weight"]
             values[name] = (value, found[-1] if found else None)
-        return values
+        return values, handed_out
 
     def _can_mask(self, batch: Any, weights: Any, state: Any) -> bool:
         """Whether every metric says what a batch weighs when rows are masked."""
@@ -184,13 +241,18 @@ class Evaluator:
 
         def probe(weights: Any, state: Any, rng: Any, mask: Any, batch: Any) -> Any:
             with batch_context(None, mask):
-                values = self._values(batch, weights, state, rng)
+                values, _ = self._values(batch, weights, state, rng)
             all_weigh.append(all(w is not None for _, w in values.values()))
             return {name: v for name, (v, _) in values.items()}
 
         mask = np.ones(batch[0].shape[0], np.float32)
         jax.eval_shape(probe, weights, state, jax.random.key(0), mask, tuple(batch))
         return all_weigh[0]
+
+
+def _mean(pair: Any) -> Any:
+    total, weight = pair
+    return total / weight if weight else 0.0 * weight
 
 
 def _add(totals: dict[str, Any], sums: list[Any]) -> None:

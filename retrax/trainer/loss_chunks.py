@@ -24,7 +24,7 @@ from retrax.layers.running import (
     row_mask,
 )
 from retrax.layers.stack import inputs_from_stack
-from retrax.trainer.step import Aux
+from retrax.trainer.step import Aux, aux_of
 
 __all__ = ["chunked_loss"]
 
@@ -68,13 +68,7 @@ def chunked_loss(
             f"the loss leaves {len(stack)} items on the data stack: end the model with "
             "a loss layer that takes all of them."
         )
-    weight, metrics = None, {}
-    for name, value in emitted:
-        if name == "weight":
-            weight = value
-        else:
-            metrics[name if name not in metrics else f"{name}_{len(metrics)}"] = value
-    return stack[0], Aux(state=tuple(new_state), weight=weight, metrics=metrics)
+    return stack[0], aux_of(tuple(new_state), emitted)
 
 
 def _run(values: Any, stack: list[Any]) -> tuple[list[Any], list[Any], list[Any]]:

@@ -6,7 +6,9 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["pad_rows"]
+from retrax.layers.running import PER_EXAMPLE_PREFIX
+
+__all__ = ["cut_rows", "pad_rows"]
 
 
 def pad_rows(batch: tuple[Any, ...], n: int) -> tuple[tuple[Any, ...], np.ndarray]:
@@ -22,3 +24,11 @@ def pad_rows(batch: tuple[Any, ...], n: int) -> tuple[tuple[Any, ...], np.ndarra
         np.pad(np.asarray(x), [(0, n)] + [(0, 0)] * (np.ndim(x) - 1)) for x in batch
     )
     return padded, (np.arange(rows + n) < rows).astype(np.float32)
+
+
+def cut_rows(out: dict[str, Any], n: int) -> dict[str, Any]:
+    """Leaves out what padding gave, in values that have one entry for each row."""
+    return {
+        name: x[:n] if name.startswith(PER_EXAMPLE_PREFIX) else x
+        for name, x in out.items()
+    }

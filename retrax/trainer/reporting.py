@@ -6,10 +6,14 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
+import numpy as np
 
+from retrax.layers.running import PER_EXAMPLE_PREFIX
 from retrax.trainer.run_log import RunLog
 
 __all__ = ["StepReporter", "SummaryWriter"]
+
+_MANY_SKIPS = 10  # Steps at the least loss scale after which training is stuck.
 
 
 class StepReporter:
@@ -21,6 +25,7 @@ class StepReporter:
     def __init__(self, log: RunLog, every: int) -> None:
         self._log, self._every = log, every
         self._pending: tuple[str, int, Any, Mapping[str, Any]] | None = None
+        self._told_of_skips = False
 
     def note(
         self, step: int, rate: Any, stats: Mapping[str, Any], mode: str = "train"
@@ -44,8 +49,26 @@ class StepReporter:
             return
         mode, step, rate, stats = self._pending
         self._pending = None
-        values = {f"training/{k}": float(v) for k, v in jax.device_get(stats).items()}
+        shown = {
+            name: x
+            for name, x in stats.items()
+            if not name.startswith(PER_EXAMPLE_PREFIX)
+        }
+        # Of a summary that is an array, its mean.
+        values = {
+            f"training/{name}": float(np.mean(np.asarray(x, np.float64)))
+            for name, x in jax.device_get(shown).items()
+        }
         self._log.scalars(mode, step, {"training/learning_rate": float(rate), **values})
+        n_bad = values.get("training/bad_steps_at_min", 0)
+        if n_bad >= _MANY_SKIPS and not self._told_of_skips:
+            self._told_of_skips = True
+            self._log.line(
+                f"Step {step:6d}: {n_bad:.0f} steps in a row were skipped with the "
+                f"loss scale at its least, {values['training/loss_scale']:g}: no "
+                "gradient is finite. Look at the data and the learning rate, or train "
+                "in 'mixed_bfloat16'."
+            )
 
     def drop(self) -> None:
         """Forgets the entry that waits."""

@@ -18,6 +18,7 @@ import numpy as np
 from retrax.errors import ConfigError
 from retrax.layers import tree as layer_tree
 from retrax.layers.base import Layer
+from retrax.layers.stack import arities
 from retrax.optimizers.base import Optimizer
 from retrax.trainer.block_programs import UnitPrograms
 from retrax.trainer.block_step import BlockStep, UnitValues
@@ -29,7 +30,9 @@ from retrax.trainer.blocks import (
 )
 from retrax.trainer.devices import Devices
 from retrax.trainer.lender import Lender
+from retrax.trainer.loss_scale import LossScale
 from retrax.trainer.padding import pad_rows
+from retrax.trainer.precision import Policy, as_loss_scale, as_policy
 from retrax.trainer.step import Carry, Reduce
 from retrax.trainer.visits import HostMemory, Visits
 
@@ -70,6 +73,8 @@ class ReversibleSerialTrainer(Lender):
         skip_nonfinite: bool = True,
         global_norm: str | None = None,
         check_reverse: bool = False,
+        precision: str | Policy | None = None,
+        loss_scale: LossScale | None = None,
     ) -> None:
         """Makes a trainer for initialised layers.
 
@@ -93,6 +98,8 @@ class ReversibleSerialTrainer(Lender):
             'per_layer' clips each layer by its own norm, as Trax does.
           check_reverse: in the first step, compare what reversing finds with what was
             there, layer by layer.
+          precision: 'float32', 'mixed_bfloat16', 'mixed_float16', or a `Policy`.
+          loss_scale: see `StepTrainer`.
 
         Raises:
           TypeError: blocks, loss or optimizer_fn are something else.
@@ -109,6 +116,9 @@ class ReversibleSerialTrainer(Lender):
             raise TypeError(f"loss_layer must be a layer, got {loss_layer!r}.")
         self._optimizer = optimizer_fn()
         self._check_clipping(global_norm)
+        self.policy = as_policy(precision)
+        self._loss_scale = as_loss_scale(loss_scale, self.policy)
+        self._first_loss_scale = self._loss_scale
         model, self._units = model_of(blocks, loss_layer)
         self._two_pass = global_norm == "two_pass"
         self._memoize, self._frees = memoize_jit, free_accelerators_on_step
@@ -201,6 +211,7 @@ class ReversibleSerialTrainer(Lender):
             (opt_params, rng, np.int32(step)),
             self._n_skipped,
             None if mask is None else self.devices.cut(mask),
+            self._loss_scale,
         )
         check = self._check_unit if self._is_first_step else None
         run.forward(list(self.devices.cut(batch)), self._first, check)
@@ -217,6 +228,7 @@ class ReversibleSerialTrainer(Lender):
             self._layers_current = False
         else:
             self._n_skipped += 1
+        self._loss_scale = self._loss_scale.update(jnp.bool_(finite))
         self._is_first_step = False
         stats["skipped_steps"] = np.int32(self._n_skipped)
         if not self._frees:
@@ -238,6 +250,8 @@ class ReversibleSerialTrainer(Lender):
     def _fitted(self, batch: tuple[Any, ...]) -> tuple[Any, Any]:
         """Makes a batch divide over the devices: padded and masked, never dropped."""
         self._check_batch(batch)
+        n_in = arities(self._model.sublayers[:-1])[0]
+        batch = (*self.policy.cast_to_compute(tuple(batch[:n_in])), *batch[n_in:])
         n_pad = -batch[0].shape[0] % self.devices.n
         return pad_rows(tuple(batch), n_pad) if n_pad else (tuple(batch), None)
 
@@ -288,6 +302,7 @@ class ReversibleSerialTrainer(Lender):
             tuple(v.slots for v in values),
             np.int32(self._n_skipped),
             np.sqrt(np.sum(np.square(norms, dtype=np.float64))).astype(np.float32),
+            self._loss_scale,
         )
 
     @property
@@ -313,6 +328,15 @@ class ReversibleSerialTrainer(Lender):
         self._n_skipped = int(value)
 
     @property
+    def loss_scale(self) -> LossScale:
+        """What losses are multiplied by before they are differentiated."""
+        return self._loss_scale
+
+    @loss_scale.setter
+    def loss_scale(self, value: LossScale) -> None:
+        self._loss_scale = value
+
+    @property
     def opt_params(self) -> dict[str, Any]:
         """The optimizer's hyper-parameters, among them 'learning_rate'."""
         self._current()
@@ -326,6 +350,7 @@ class ReversibleSerialTrainer(Lender):
         """Makes the optimizer begin anew: slots, hyper-parameters and step numbers."""
         self.pull(about_to_change=True)
         self._values, self._step, self._n_skipped = None, 0, 0
+        self._loss_scale = self._first_loss_scale
 
     def trainable_paths(self) -> list[str]:
         """Paths of the weights that are trained, in the order of their slots."""
@@ -366,7 +391,14 @@ class ReversibleSerialTrainer(Lender):
             for _, sync in layer_tree.state_sync_list(place.layer, own)
         ]
         self._makers.append(
-            UnitPrograms(unit, self.reduce, self._optimizer_update, trainable, syncs)
+            UnitPrograms(
+                unit,
+                self.reduce,
+                self._optimizer_update,
+                trainable,
+                syncs,
+                self.policy,
+            )
         )
         values = UnitValues(self._memory.own(weights), self._memory.own(state))
         trained = values.trained(trainable)

@@ -149,6 +149,7 @@ def step_trainer_payload(step_trainer: Any, on_host: bool = True) -> dict[str, A
         "opt_params": trees.to_numpy(step_trainer.opt_params),
         "optimizer": type(step_trainer.optimizer).__name__,
         "n_skipped": int(carry.n_skipped),
+        "loss_scale": trees.to_numpy(carry.loss_scale).payload(),
     }
 
 
@@ -179,6 +180,9 @@ def restore_step_trainer(step_trainer: Any, payload: dict[str, Any]) -> None:
     step_trainer.slots = new_slots
     step_trainer.opt_params = payload["opt_params"]
     step_trainer.n_skipped = payload["n_skipped"]
+    # Runs of float32, and of earlier versions, have none.
+    saved = payload.get("loss_scale", {})
+    step_trainer.loss_scale = step_trainer.loss_scale.restored(saved)
 
 
 def _fitted_slots(step_trainer: Any, slots: Any, payload: dict[str, Any]) -> Any:

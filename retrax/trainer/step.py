@@ -15,18 +15,28 @@ import jax.numpy as jnp
 
 from retrax import trees
 from retrax.errors import ConfigError
+from retrax.layers.running import PER_EXAMPLE_PREFIX, SUMMARY_PREFIX
 from retrax.optimizers import l2_norm
+from retrax.trainer.loss_scale import (
+    LossScale,
+    NoLossScale,
+    current_loss_scale,
+    loss_scale_context,
+)
 
 __all__ = [
     "Aux",
     "Carry",
     "Reduce",
+    "aux_of",
     "build_update",
     "from_loss",
     "from_reverse",
     "from_vjp",
     "step_rngs",
 ]
+
+_EPSILON = 1e-8  # Beside the weight of a metric, so that no weight gives 0.
 
 
 class Aux(NamedTuple):
@@ -38,14 +48,21 @@ class Aux(NamedTuple):
       weight: sum of the loss weights on this replica, () float; None if every replica
         and micro-batch weighs the same.
       metrics: name -> scalar, or (mean, weight) pairs that are reduced by weight.
+      summaries: name -> value to look at, from the forward pass.
+      per_example: name -> array with one entry for each row of the batch.
       inputs: what a block passes to the block before: (inputs, cotangent) or cotangent.
+      loss_scale: the `LossScale` whose multiple of the loss was differentiated, as
+        `from_loss` does; None if it was the loss itself.
     """
 
     state: Any = ()
     loss: Any = None
     weight: Any = None
     metrics: Any = {}
+    summaries: Any = {}
+    per_example: Any = {}
     inputs: Any = None
+    loss_scale: Any = None
 
 
 class Carry(NamedTuple):
@@ -58,6 +75,7 @@ class Carry(NamedTuple):
       n_skipped: () int32, steps skipped because a gradient was not finite.
       weights_l2: () float32, norm of the trained weights. It is computed when they are
         made, since reading weights that a step overwrites would cost a copy of them.
+      loss_scale: the `LossScale`.
     """
 
     weights: Any
@@ -65,6 +83,23 @@ class Carry(NamedTuple):
     slots: Any
     n_skipped: Any
     weights_l2: Any
+    loss_scale: Any = NoLossScale()
+
+
+def aux_of(state: Any, emitted: list[tuple[str, Any]]) -> Aux:
+    """Sorts what a model emitted: its weight, metrics, summaries, values of rows."""
+    weight, metrics, summaries, per_example = None, {}, {}, {}
+    for name, value in emitted:
+        if name == "weight":
+            weight = value
+            continue
+        kind = metrics
+        if name.startswith(SUMMARY_PREFIX):
+            kind = summaries
+        elif name.startswith(PER_EXAMPLE_PREFIX):
+            kind = per_example
+        kind[_unique(name, kind)] = value
+    return Aux(state, None, weight, metrics, summaries, per_example)
 
 
 GradFn = Callable[..., tuple[Any, Aux]]
@@ -123,6 +158,18 @@ class Reduce:
             return jax.lax.psum(grads, self.axis)
         return jax.tree.map(lambda g: _adasum(jax.lax.all_gather(g, self.axis)), grads)
 
+    def joined(self, x: Any) -> Any:
+        """Joins arrays of the replicas along the first axis."""
+        if self.axis is None:
+            return x
+        return jax.lax.all_gather(x, self.axis, tiled=True)
+
+    def summary(self, x: Any) -> Any:
+        """Averages a number over the replicas, and joins an array."""
+        if self.axis is None or jnp.ndim(x):
+            return self.joined(x)
+        return jax.lax.pmean(jnp.asarray(x, jnp.float32), self.axis)
+
     def key(self, rng: Any) -> Any:
         """Gives each replica its own random key."""
         if self.axis is None:
@@ -178,10 +225,11 @@ def from_loss(loss_fn: Callable[..., tuple[Any, Aux]], reduce: Reduce) -> GradFn
                     "the model with a loss layer, or reduce with Mean over all axes."
                 )
             loss = loss.astype(jnp.float32) * reduce.share(aux.weight)
-            return loss, aux._replace(loss=loss)
+            return scale.scale(loss), aux._replace(loss=loss)
 
+        scale = current_loss_scale()
         (_, aux), grads = jax.value_and_grad(shared_loss, has_aux=True)(weights)
-        return grads, aux
+        return grads, aux._replace(loss_scale=scale)
 
     return grad_fn
 
@@ -247,12 +295,15 @@ def build_update(
     The carry is a `Carry`, `shared` is (opt_params, rng, step) with the run's key, and
     `xs` is what `grad_fn` takes after (weights, state, rng).
     `out` has 'loss', 'gradients_l2', 'weights_l2', 'grads_finite', 'skipped_steps',
-    the metrics of the gradient function, and 'inputs' if it gives any.
+    the metrics, summaries and values of rows of the gradient function, 'inputs' if it
+    gives any, and if it says what a batch weighs 'loss/weight' and 'empty_batch' (0 or
+    1): a batch that weighs nothing has loss and gradients 0. A metric that has a weight
+    is followed by '{name}/weight'.
 
-    Order: forward and gradient on each micro-batch, reduce, finite test on the reduced
-    gradients, optimizer (which clips). After a step that is not finite everything but
-    the count of skipped steps is as before, bit for bit, and the optimizer's step
-    number does not advance.
+    Order: forward and gradient of the scaled loss on each micro-batch, reduce, unscale,
+    finite test on the reduced gradients, optimizer (which clips). After a step that is
+    not finite everything but the count of skipped steps and the loss scale is as
+    before, bit for bit, and the optimizer's step number does not advance.
 
     Args:
       grad_fn: a gradient source.
@@ -269,30 +320,40 @@ def build_update(
     choose = _select_if if packed else _apply_if
 
     def update(carry: Carry, shared: Any, xs: Any) -> tuple[Carry, dict[str, Any]]:
-        weights, state, slots, n_skipped, weights_l2 = carry
+        weights, state, slots, n_skipped, weights_l2, loss_scale = carry
         opt_params, rng, step = shared
         trained, fixed = trees.partition(weights, trainable)
         forward_rng, _ = step_rngs(reduce.key(rng), step)
 
         def trained_grads(state: Any, rng: Any, xs: Any) -> tuple[Any, Aux]:
             grads, aux = grad_fn(weights, state, rng, *xs)
-            _check_structure(weights, grads)
+            _check_structure("gradients", "weights", grads, weights)
             return trees.partition(grads, trainable)[0], aux
 
-        grads, aux = _accumulated(trained_grads, reduce, accumulate)(
-            state, forward_rng, xs
-        )
+        with loss_scale_context(loss_scale):
+            grads, aux = _accumulated(trained_grads, reduce, accumulate)(
+                state, forward_rng, xs
+            )
         grads = reduce.gradients(grads)
+        if aux.loss_scale is not None:
+            grads = aux.loss_scale.unscale(grads)
         gradients_l2 = l2_norm(grads)
-        # One test for all: a norm that overflows float32 is no step to take either.
-        finite = jnp.isfinite(gradients_l2)
+        finite = _all_finite(grads, gradients_l2, loss_scale)
 
         def apply(old: Any) -> tuple[Any, Any]:
             trained, slots, state = old
             at_step = jnp.maximum(step - n_skipped, 1)
+            before = trained, slots, state
             trained, slots, stats = optimizer_update(
                 at_step, grads, trained, slots, opt_params
             )
+            for what, old, new in zip(
+                ("weights", "slots", "state"),
+                before,
+                (trained, slots, aux.state),
+                strict=True,
+            ):
+                _check_structure(f"new {what}", what, new, old)
             for name in ("gradients_l2", "weights_l2"):  # Known already, at no cost.
                 stats.pop(name, None)
             return (trained, slots, reduce.state(aux.state, state, state_sync)), stats
@@ -305,16 +366,41 @@ def build_update(
             new, out = apply(old)
         trained, slots, state = new
         out |= _reduced_metrics(aux.metrics, reduce)
+        out |= {n: reduce.summary(x) for n, x in aux.summaries.items()}
+        out |= {n: reduce.joined(x) for n, x in aux.per_example.items()}
+        if aux.weight is not None:
+            total = reduce.sum(jnp.float32(aux.weight))
+            out |= {"loss/weight": total, "empty_batch": jnp.float32(total == 0)}
         out |= {"gradients_l2": gradients_l2, "weights_l2": weights_l2}
         out |= {"grads_finite": finite, "skipped_steps": n_skipped}
+        out |= loss_scale.stats()
         if aux.loss is not None:
             out["loss"] = reduce.losses(aux.loss)
         if aux.inputs is not None:
             out["inputs"] = aux.inputs
         weights = trees.combine(trained, fixed)
-        return Carry(weights, state, slots, n_skipped, l2_norm(trained)), out
+        loss_scale = loss_scale.update(finite)
+        new = Carry(weights, state, slots, n_skipped, l2_norm(trained), loss_scale)
+        return new, out
 
     return update
+
+
+def _all_finite(grads: Any, norm: Any, loss_scale: LossScale) -> Any:
+    """Whether to take the step.
+
+    One test does for all gradients: a norm that overflows float32 is no step to take
+    either. Only a loss scale is not to shrink for it, so then each is looked at.
+    """
+    finite = jnp.isfinite(norm)
+    if isinstance(loss_scale, NoLossScale):
+        return finite
+
+    def look_at_each(grads: Any) -> Any:
+        each = [jnp.all(jnp.isfinite(g)) for g in jax.tree.leaves(grads)]
+        return jnp.all(jnp.stack(each)) if each else jnp.bool_(True)
+
+    return jax.lax.cond(finite, lambda _: jnp.bool_(True), look_at_each, grads)
 
 
 def _accumulated(
@@ -324,40 +410,62 @@ def _accumulated(
     if k == 1:
         return grad_fn
 
+    scales: list[Any] = []  # Set while tracing; the same for all micro-batches.
+
     def accumulated(state: Any, rng: Any, xs: Any) -> tuple[Any, Aux]:
+        scale = current_loss_scale()
         micro = jax.tree.map(
             lambda x: x.reshape((k, x.shape[0] // k, *x.shape[1:])), xs
         )
 
-        def one(i: Any, state: Any, xs: Any) -> tuple[Any, Any]:
+        def one(i: Any, state: Any, xs: Any) -> tuple[Any, Any, Any]:
             grads, aux = grad_fn(state, jax.random.fold_in(rng, i), xs)
+            scales.append(aux.loss_scale if aux.loss_scale is None else scale)
             total = reduce.total(aux.weight)
             metrics = {n: _pair(v) for n, v in aux.metrics.items()}
             metrics = {n: (v * w, w) for n, (v, w) in metrics.items()}
             sums = jax.tree.map(lambda x: x * total.astype(x.dtype), (grads, aux.loss))
-            return (total, sums, metrics), aux.state
+            own = None if aux.weight is None else jnp.float32(aux.weight)
+            kept = aux.summaries, aux.per_example
+            return (total, own, sums, metrics), aux.state, kept
 
-        def body(carry: Any, item: Any) -> tuple[Any, None]:
+        def body(carry: Any, item: Any) -> tuple[Any, Any]:
             acc, state = carry
-            more, state = one(item[0], state, item[1])
-            return (jax.tree.map(jnp.add, acc, more), state), None
+            more, state, kept = one(item[0], state, item[1])
+            return (jax.tree.map(jnp.add, acc, more), state), kept
 
         first = jax.tree.map(lambda x: x[0], micro)
-        shapes, _ = jax.eval_shape(lambda s, x: one(0, s, x), state, first)
+        shapes, *_ = jax.eval_shape(lambda s, x: one(0, s, x), state, first)
         zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
-        (acc, state), _ = jax.lax.scan(body, (zeros, state), (jnp.arange(k), micro))
-        total, sums, metrics = acc
+        (acc, state), kept = jax.lax.scan(body, (zeros, state), (jnp.arange(k), micro))
+        total, weight, sums, metrics = acc
+        summaries, per_example = jax.tree.map(_of_micro_batches, kept)
         grads, loss = jax.tree.map(lambda x: _ratio(x, total.astype(x.dtype)), sums)
         metrics = {n: (_ratio(v, w), w) for n, (v, w) in metrics.items()}
-        return grads, Aux(state=state, loss=loss, metrics=metrics)
+        aux = Aux(state, loss, weight, metrics, summaries, per_example)
+        return grads, aux._replace(loss_scale=scales[-1])
 
     return accumulated
+
+
+def _of_micro_batches(x: Any) -> Any:
+    """Averages a number of (k,) micro-batches; joins an array along its first axis."""
+    if x.ndim == 1:
+        return jnp.mean(x)
+    return x.reshape((-1, *x.shape[2:]))
 
 
 def _reduced_metrics(metrics: dict[str, Any], reduce: Reduce) -> dict[str, Any]:
     pairs = {name: _pair(value) for name, value in metrics.items()}
     sums = reduce.sum({name: (v * w, w) for name, (v, w) in pairs.items()})
-    return {name: _ratio(v, w) for name, (v, w) in sums.items()}
+    totals = {
+        f"{name}/weight": sums[name][1]
+        for name, value in metrics.items()
+        if isinstance(value, tuple)
+    }
+    if reduce.axis is None:
+        return totals | {name: _ratio(v, w) for name, (v, w) in sums.items()}
+    return totals | {name: v / (w + _EPSILON) for name, (v, w) in sums.items()}
 
 
 def _pair(value: Any) -> tuple[Any, Any]:
@@ -405,10 +513,18 @@ def _unknown(stat: Any) -> Any:
     return jnp.full(stat.shape, jnp.nan if is_float else 0, stat.dtype)
 
 
-def _check_structure(weights: Any, grads: Any) -> None:
-    wrong = trees.difference(weights, grads)
+def _check_structure(what: str, of: str, tree: Any, wanted: Any) -> None:
+    wrong = trees.difference(wanted, tree)
     if wrong:
-        raise ValueError(f"gradients do not match the weights: {wrong}.")
+        raise ValueError(f"{what} do not match the {of}: {wrong}.")
+
+
+def _unique(name: str, taken: dict[str, Any]) -> str:
+    candidate, i = name, 0
+    while candidate in taken:
+        i += 1
+        candidate = f"{name}_{i}"
+    return candidate
 
 
 def _adasum(parts: Any) -> Any:

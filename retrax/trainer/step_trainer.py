@@ -22,9 +22,18 @@ from retrax.optimizers import l2_norm
 from retrax.optimizers.base import Optimizer
 from retrax.trainer.devices import Devices
 from retrax.trainer.lender import Lender
+from retrax.trainer.loss_scale import LossScale
 from retrax.trainer.packing import Packing
-from retrax.trainer.padding import pad_rows
-from retrax.trainer.step import Aux, Carry, Reduce, build_update, from_loss
+from retrax.trainer.padding import cut_rows, pad_rows
+from retrax.trainer.precision import Policy, as_loss_scale, as_policy
+from retrax.trainer.step import (
+    Aux,
+    Carry,
+    Reduce,
+    aux_of,
+    build_update,
+    from_loss,
+)
 
 __all__ = ["StepTrainer"]
 
@@ -63,6 +72,8 @@ class StepTrainer(Lender):
         backend: str = "shard_map",
         skip_nonfinite: bool = True,
         memory: str = "reversible",
+        precision: str | Policy | None = None,
+        loss_scale: LossScale | None = None,
         hooks: Any = None,
     ) -> None:
         """Makes a trainer for an initialised model that ends with a loss layer.
@@ -80,6 +91,9 @@ class StepTrainer(Lender):
             reversible layers, they are reversed; 'remat': only the inputs of such
             layers and of the blocks of `Repeat`, which are computed again; 'plain':
             everything.
+          precision: 'float32', 'mixed_bfloat16', 'mixed_float16', or a `Policy`.
+          loss_scale: what losses are multiplied by before they are differentiated; by
+            default a `DynamicLossScale` for float16 and none for others.
           hooks: object whose `gradients` replaces ours, such as a Trainer.
         """
         if not isinstance(optimizer, Optimizer):
@@ -93,6 +107,8 @@ class StepTrainer(Lender):
         if memory not in MEMORY_MODES:
             raise ConfigError(f"memory must be one of {MEMORY_MODES}, got {memory!r}.")
         self._memory = memory
+        self.policy = as_policy(precision)
+        self._first_loss_scale = as_loss_scale(loss_scale, self.policy)
         self._optimizer = optimizer
         self._accumulate = accumulate
         self._skip_nonfinite = skip_nonfinite
@@ -129,7 +145,9 @@ class StepTrainer(Lender):
         Returns:
           (loss, stats), as device values still being computed. Stats holds 'loss',
           'gradients_l2' and 'weights_l2' (before clipping and update), 'grads_finite',
-          'skipped_steps' and the model's own metrics.
+          'skipped_steps', 'loss/weight' (of the batch) and 'empty_batch' (1 if that is
+          0), what the loss scale shows, and the model's own metrics, 'forward/...'
+          summaries and 'per_example/...' values.
         """
         if self._reload_needed:
             self._reload()
@@ -151,18 +169,29 @@ class StepTrainer(Lender):
             fn = self._compile(split=True)
         self._carry, out = fn(self._carry, shared, xs)
         self._layers_current = False
+        if pieces > 1:
+            out = cut_rows(out, batch[0].shape[0])
         return out["loss"], out
+
+    def lower(self, batch: tuple[Any, ...]) -> Any:
+        """Returns the step for such a batch, lowered but not compiled, on one device.
+
+        `lower(batch).compile().memory_analysis()` says what a step needs.
+        """
+        carry = self.carry
+        if self.devices.n > 1:
+            raise ConfigError("a step is lowered for one device: set n_devices=1.")
+        fn = self._compiled.get(True) or self._compile(split=True)
+        shared = (self._opt_params, jax.random.key(0), np.int32(1))
+        packed = self._packing.pack(carry) if self._packing else carry
+        return fn.lower(packed, shared, (tuple(batch), None))
 
     def loss(self, weights: Any, state: Any, rng: Any, batch: Any) -> tuple[Any, Aux]:
         """Computes the loss of a batch, or of this device's part of it."""
-        loss, new_state, emitted = self._model.apply(_bare(batch), weights, state, rng)
-        weight, metrics = None, {}
-        for name, value in emitted:
-            if name == "weight":
-                weight = value
-            else:
-                metrics[_unique(name, metrics)] = value
-        return loss, Aux(state=new_state, weight=weight, metrics=metrics)
+        loss, new_state, emitted = self.policy.run_loss(
+            self._model, batch, weights, state, rng
+        )
+        return loss, aux_of(new_state, emitted)
 
     def gradients(self, weights: Any, state: Any, rng: Any, batch: Any) -> Any:
         """Computes (gradients, Aux); by default those of `loss`."""
@@ -227,6 +256,15 @@ class StepTrainer(Lender):
         self._hold(self.carry._replace(n_skipped=n_skipped))
 
     @property
+    def loss_scale(self) -> LossScale:
+        """What losses are multiplied by before they are differentiated."""
+        return self.devices.fetch(self.carry.loss_scale)
+
+    @loss_scale.setter
+    def loss_scale(self, value: LossScale) -> None:
+        self._hold(self.carry._replace(loss_scale=self.devices.put(value)))
+
+    @property
     def opt_params(self) -> dict[str, Any]:
         """The optimizer's hyper-parameters, among them 'learning_rate'."""
         if self._reload_needed:
@@ -270,8 +308,9 @@ class StepTrainer(Lender):
             self._opt_params = {k: jnp.asarray(v) for k, v in opt_params.items()}
             slots = self.devices.put(slots)
             n_skipped = self.devices.put(jnp.int32(0))
+            loss_scale = self.devices.put(self._first_loss_scale)
         else:
-            _, _, slots, n_skipped, _ = self._unpacked()
+            _, _, slots, n_skipped, _, loss_scale = self._unpacked()
         self._hold(
             Carry(
                 self.devices.put(weights),
@@ -279,6 +318,7 @@ class StepTrainer(Lender):
                 slots,
                 n_skipped,
                 self.devices.put(l2_norm(trained)),
+                loss_scale,
             )
         )
         self._let_go()
@@ -392,15 +432,3 @@ def _kind(path: tuple[Any, ...]) -> Any:
     """Which leaves of a carry lie together: all weights, all first slots, ..."""
     field, *rest = path
     return (field, *rest[1:]) if field.name == "slots" else field
-
-
-def _bare(batch: Any) -> Any:
-    return batch[0] if len(batch) == 1 else tuple(batch)
-
-
-def _unique(name: str, taken: dict[str, Any]) -> str:
-    candidate, i = name, 0
-    while candidate in taken:
-        i += 1
-        candidate = f"{name}_{i}"
-    return candidate

@@ -39,6 +39,7 @@ from retrax.trainer.evaluator import Evaluator
 from retrax.trainer.has_session import HasSession
 from retrax.trainer.init_model import init_model
 from retrax.trainer.interrupts import Interrupts
+from retrax.trainer.precision import Policy, step_options_with
 from retrax.trainer.reporting import SummaryWriter
 from retrax.trainer.resume import (
     check_one_task,
@@ -94,6 +95,7 @@ class Trainer(HasSession):
         checkpoint_lowest: str | None = None,
         init_checkpoint: str | os.PathLike[str] | None = None,
         *,
+        precision: str | Policy | None = None,
         step_options: Mapping[str, Any] | None = None,
         log_every: int = 50,
         log: RunLog | None = None,
@@ -119,8 +121,10 @@ class Trainer(HasSession):
           checkpoint_highest: metric whose highest value is kept as a checkpoint.
           checkpoint_lowest: metric whose lowest value is kept as a checkpoint.
           init_checkpoint: checkpoint of another run to take the weights from.
+          precision: 'float32', 'mixed_bfloat16', 'mixed_float16', or a `Policy`; also
+            for evaluation.
           step_options: more arguments for `StepTrainer`: reduce, accumulate, backend,
-            skip_nonfinite, adasum.
+            skip_nonfinite, adasum, memory, loss_scale.
           log_every: number of steps between two entries on training in the log.
           log: where to report; by default a new RunLog.
           checkpoint_policy: when to save beside evaluations, and what to keep; what gin
@@ -155,18 +159,22 @@ class Trainer(HasSession):
         self._init_checkpoint = init_checkpoint
         self._init_model()
         self._optimizer = made_optimizer(optimizer)
+        options = step_options_with(precision, step_options)
         self.step_trainer = self.make_step_trainer(
             self._model_with_loss,
             self._optimizer,
             n_devices=n_devices,
             hooks=self,
-            **dict(step_options or {}),
+            **options,
         )
         if metrics is None:
             metrics = default_metrics(loss_fn, target_rank(self._input_signature))
         self._metrics = dict(metrics)
         self._evaluator = Evaluator(
-            made_model(model, "eval"), self._metrics, self.step_trainer.devices
+            made_model(model, "eval"),
+            self._metrics,
+            self.step_trainer.devices,
+            options.get("precision"),
         )
         session = self._session
         session.callbacks = CallbackList(callbacks, session)

@@ -144,6 +144,8 @@ TABLE = [
     case("StopGradient", tl.StopGradient, f(3, 4)),
     case("ThresholdToBinary", tl.ThresholdToBinary, f(3, 4)),
     case("ToFloat", tl.ToFloat, ids(9, 3, 4), grad=NO_FLOATS),
+    case("PerExample", lambda: tl.PerExample("rows"), f(3, 4)),
+    case("Summary", lambda: tl.Summary("mean"), f(3, 4)),
     case("SummaryScalar", lambda: tl.SummaryScalar("mean"), f(3, 4)),
     case("AssertShape", lambda: tl.AssertShape("bl"), f(3, 4), repr="hidden in prints"),
     case(

@@ -162,6 +162,7 @@ def test_options_reach_the_trainer(tmp_path):
             made["start"] = bits(self.model_weights)
             made["reduce"] = self.step_trainer.reduce.kind
             made["options"] = kwargs
+            made["dtype"] = str(self.step_trainer.policy.compute_dtype)
 
     train(
         tmp_path / "second",
@@ -170,12 +171,14 @@ def test_options_reach_the_trainer(tmp_path):
         adasum=True,
         save_graphs=True,
         random_seed=3,
+        precision="mixed_bfloat16",
         metrics={"mean": tl.WeightedCategoryAccuracy()},
         checkpoint_highest="mean",
         init_checkpoint=str(tmp_path / "first" / "model.pkl"),
     )
     first = load_trainer_state(tmp_path / "first", model("eval"))
     assert made["start"] == bits(first.opt_state.weights)
+    assert made["dtype"] == "bfloat16"
     assert made["reduce"] == "adasum" and made["options"]["random_seed"] == 3
     assert {"forward.txt", "highest_mean.pkl"} <= set(names(tmp_path / "second"))
 

@@ -192,8 +192,7 @@ def other_runs():
     net.init(signature(rows), rng=jax.random.key(0))
     trainer = StepTrainer(net, optimizers.SGD(1.0), n_devices=4)
     results["draws"] = trainer.one_step((rows,), jax.random.key(RNG_SEED), 1)[0]
-    results |= held_weights()
-    return results
+    return results | held_weights() | one_bad_device() | golden_steps()
 
 
 def held_weights():
@@ -218,6 +217,56 @@ def held_weights():
     equal = [bool(jax.numpy.all(x == x)) for x in jax.tree.leaves(held)]
     same = np.array(not any(deleted) and all(equal))
     return {"held": same, "loss_again": np.array(loss)}
+
+
+def golden_steps():
+    """The golden weighted steps on as many devices as each asks for."""
+    import weighted_model  # Lies beside this script.
+
+    vectors = weighted_model.VECTORS["train_steps"]
+    return {f"golden/{n}": x for n, x in weighted_model.results_of(vectors).items()}
+
+
+def one_bad_device():
+    """Float16 on 2 and 4 devices, where one row of one device is not finite."""
+    import jax
+
+    from retrax import layers as tl
+    from retrax import optimizers
+    from retrax.trainer import DynamicLossScale, StepTrainer
+
+    results = {}
+    good, bad = batches_of([8, 8])
+    bad[0][5, 0] = np.nan
+    for n in (2, 4):
+        trainer = StepTrainer(
+            model(tl.WeightedCategoryCrossEntropy(), tl.BatchNorm(axis=0)),
+            optimizers.Adam(0.01),
+            n_devices=n,
+            precision="mixed_float16",
+            loss_scale=DynamicLossScale(256.0),
+        )
+        rng = jax.random.key(RNG_SEED)
+        kept, skipped = [], []
+        for batch in (good, bad, good):
+            _, stats = trainer.one_step(batch, rng)
+            skipped.append(int(stats["skipped_steps"]))
+            carry = trainer.carry[:3]
+            shards = [
+                np.concatenate([np.ravel(x) for x in jax.tree.leaves(own)])
+                for own in zip(
+                    *(
+                        [s.data for s in x.addressable_shards]
+                        for x in jax.tree.leaves(carry)
+                    ),
+                    strict=True,
+                )
+            ]
+            kept.append(np.stack(shards))
+        results[f"bad/{n}/kept"] = np.stack(kept)
+        results[f"bad/{n}/skipped"] = np.array(skipped)
+        results[f"bad/{n}/scale"] = np.array(float(trainer.loss_scale.loss_scale))
+    return results
 
 
 def evaluations():

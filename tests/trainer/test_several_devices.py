@@ -5,6 +5,7 @@ here they are judged.
 """
 
 import importlib.util
+import json
 import os
 import subprocess
 import sys
@@ -217,6 +218,30 @@ def test_state_that_is_declared_or_does_not_change_is_fine(other):
     ((x, _),) = batches_of([8], weighted=False)
     expected = (np.float64(x) @ w + b).sum()
     np.testing.assert_allclose([alone, summed], expected, rtol=1e-5)
+
+
+GOLDEN = json.loads((SCRIPT.parent / "vectors/pax_public.json").read_text())
+
+
+@pytest.mark.parametrize("vector", GOLDEN["train_steps"], ids=lambda v: v["name"])
+def test_golden_weighted_steps(other, vector):
+    wanted, prefix = vector["expected"], f"golden/{vector['name']}/"
+    values = {n: wanted[n] for n in ("loss", "moving_mean", "grad_norm", "per_example")}
+    values |= wanted["params"]
+    values |= {f"metrics/{n}": pair for n, pair in wanted["metrics"].items()}
+    for name, value in values.items():
+        got = other[prefix + name]
+        np.testing.assert_allclose(got, value, rtol=1e-5, atol=1e-5, err_msg=name)
+
+
+@pytest.mark.parametrize("n", [2, 4])
+def test_one_bad_device_makes_all_skip(other, n):
+    kept = other[f"bad/{n}/kept"]
+    assert list(other[f"bad/{n}/skipped"]) == [0, 1, 1]
+    assert float(other[f"bad/{n}/scale"]) == 128.0
+    np.testing.assert_array_equal(kept, np.repeat(kept[:, :1], kept.shape[1], 1))
+    np.testing.assert_array_equal(kept[0], kept[1])
+    assert np.isfinite(kept).all() and not np.array_equal(kept[1], kept[2])
 
 
 # --- What a person sees --------------------------------------------------------------
