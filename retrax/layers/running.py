@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from retrax.errors import LayerError
-from retrax.shapes import signature
+from retrax.layers.failure import facts_of
 
 __all__ = [
     "MEMORY_MODES",
@@ -174,7 +174,10 @@ class Run:
             if trace.failure is None or trace.failure[0] is not e:
                 frame = self._direct(layer)
                 weights = frame.weights if frame is not None else None
-                trace.failure = (e, _facts(trace, function_name, inputs, weights, e))
+                trace.failure = (
+                    e,
+                    facts_of(trace.stack, function_name, inputs, weights, e),
+                )
             if len(trace.stack) == 1:
                 raise LayerError(**trace.failure[1]) from e
             raise
@@ -371,69 +374,3 @@ def _is_marker(weights: Any) -> bool:
     return isinstance(weights, dict) and any(
         str(key).startswith("__marker_for_cached") for key in weights
     )
-
-
-def _facts(
-    trace: _Trace, function_name: str, inputs: Any, weights: Any, e: BaseException
-) -> dict[str, Any]:
-    layer = trace.stack[-1][0]
-    got = _signature_or_none(inputs)
-    expected = layer.__dict__.get("_init_signature")
-    lines = str(e).strip().splitlines() or [""]
-    return dict(
-        path=_path_text(trace.stack),
-        layer_name=layer.name,
-        function_name=function_name,
-        created_at=layer.created_at,
-        cause=f"{type(e).__name__}: {lines[0]}".rstrip(": "),
-        expected=expected if function_name == "pure_fn" else None,
-        got=got,
-        weights_signature=_signature_or_none(weights) or None,
-        hint=_hint(layer, function_name, expected, got, weights),
-    )
-
-
-def _hint(
-    layer: Any, function_name: str, expected: Any, got: Any, weights: Any
-) -> str | None:
-    if function_name != "pure_fn":
-        return None
-    if (
-        expected is None
-        and isinstance(weights, tuple)
-        and not weights
-        and layer.has_weights
-    ):
-        return "the layer has no weights yet: call init(signature(inputs)) first."
-    if expected is not None and got is not None and _ranks(expected) != _ranks(got):
-        return "the inputs differ in rank or number from those at init."
-    return None
-
-
-def _ranks(sig: Any) -> Any:
-    if isinstance(sig, (tuple, list)):
-        return [_ranks(s) for s in sig]
-    return len(sig.shape)
-
-
-def _signature_or_none(tree: Any) -> Any:
-    try:
-        return signature(tree)
-    except TypeError:
-        return None
-
-
-def _path_text(stack: list[tuple[Any, int | str | None]]) -> str:
-    parts = []
-    for depth, (layer, _) in enumerate(stack):
-        kind = type(layer).__name__
-        if depth + 1 < len(stack):
-            place = stack[depth + 1][1]
-            parts.append(f"{kind}[{'?' if place is None else place}]")
-        elif layer.name == kind or layer.name.startswith(kind + "_"):
-            parts.append(layer.name)
-        elif kind == "PureLayer":
-            parts.append(layer.name)
-        else:
-            parts.append(f"{kind} '{layer.name}'")
-    return " > ".join(parts)

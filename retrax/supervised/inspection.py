@@ -18,7 +18,8 @@ from retrax.layers import tree as layer_tree
 from retrax.trainer.arguments import check_count
 from retrax.trainer.callback import Callback
 from retrax.trainer.devices import Devices
-from retrax.trainer.step import Reduce, from_loss, step_rngs
+from retrax.trainer.reduce import Reduce
+from retrax.trainer.step import from_loss, step_rngs
 
 __all__ = ["GradientNoise", "Profile", "UpdateRatio"]
 

@@ -20,13 +20,13 @@ from retrax.trainer.loss_scale import (
     StaticLossScale,
 )
 from retrax.trainer.precision import Policy
+from retrax.trainer.reduce import Reduce
 from retrax.trainer.reversible_trainer import ReversibleSerialTrainer
 from retrax.trainer.run_log import RunLog
 from retrax.trainer.session import Session
 from retrax.trainer.state import OptState, TrainerState, load_trainer_state
 from retrax.trainer.step import (
     Aux,
-    Reduce,
     build_update,
     from_loss,
     from_reverse,

@@ -13,6 +13,7 @@ from retrax.optimizers.base import Optimizer
 
 __all__ = [
     "check_arity",
+    "check_clipping",
     "check_count",
     "check_metric_name",
     "check_schedule",
@@ -112,3 +113,30 @@ def check_count(argument: str, value: Any, least: int = 0) -> int:
     if number < least:
         raise ConfigError(f"{argument} must be at least {least}, got {number}.")
     return number
+
+
+_GLOBAL_NORMS = (None, "two_pass", "per_layer")
+
+
+def check_clipping(optimizer: Any, global_norm: str | None) -> None:
+    """Checks that an optimizer for single layers clips in a way that is said.
+
+    Raises:
+      TypeError: it is no optimizer.
+      ConfigError: global_norm is unknown, or missing where the optimizer clips.
+    """
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(f"optimizer_fn must make an Optimizer, it made {optimizer!r}.")
+    if global_norm not in _GLOBAL_NORMS:
+        raise ConfigError(
+            f"global_norm must be one of {_GLOBAL_NORMS}, got {global_norm!r}."
+        )
+    limit = optimizer.clip_grad_norm
+    if limit and global_norm is None:
+        raise ConfigError(
+            f"the optimizer clips gradients by their global norm ({limit}), but "
+            "layers are updated before all gradients are there. "
+            "global_norm='two_pass' goes through the backward pass twice and clips "
+            "exactly; 'per_layer' clips each layer by its own norm; or take an "
+            "optimizer without clip_grad_norm."
+        )

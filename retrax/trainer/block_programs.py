@@ -34,10 +34,10 @@ from retrax.trainer.loss_scale import (
     loss_scale_context,
 )
 from retrax.trainer.precision import Policy
+from retrax.trainer.reduce import Reduce
 from retrax.trainer.step import (
     Aux,
     Carry,
-    Reduce,
     build_update,
     from_loss,
     from_reverse,

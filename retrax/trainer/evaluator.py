@@ -28,7 +28,8 @@ from retrax.shapes import signature
 from retrax.trainer.devices import Devices
 from retrax.trainer.padding import cut_rows, pad_rows
 from retrax.trainer.precision import Policy, as_policy
-from retrax.trainer.step import Reduce, aux_of
+from retrax.trainer.reduce import Reduce
+from retrax.trainer.step import aux_of
 
 __all__ = ["EvalBatch", "Evaluator"]
 

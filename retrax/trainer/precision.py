@@ -23,7 +23,8 @@ from retrax.layers.base import Layer
 from retrax.layers.running import precision_context, rounded
 from retrax.optimizers import SGD
 from retrax.trainer.loss_scale import DynamicLossScale, LossScale, NoLossScale
-from retrax.trainer.step import Aux, Carry, Reduce, build_update, from_loss
+from retrax.trainer.reduce import Reduce
+from retrax.trainer.step import Aux, Carry, build_update, from_loss
 
 __all__ = [
     "PRESETS",

@@ -15,11 +15,11 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from retrax.errors import ConfigError
 from retrax.layers import tree as layer_tree
 from retrax.layers.base import Layer
 from retrax.layers.stack import arities
 from retrax.optimizers.base import Optimizer
+from retrax.trainer.arguments import check_clipping
 from retrax.trainer.block_programs import UnitPrograms
 from retrax.trainer.block_step import BlockStep, UnitValues
 from retrax.trainer.blocks import (
@@ -33,12 +33,11 @@ from retrax.trainer.lender import Lender
 from retrax.trainer.loss_scale import LossScale
 from retrax.trainer.padding import pad_rows
 from retrax.trainer.precision import Policy, as_loss_scale, as_policy
-from retrax.trainer.step import Carry, Reduce
+from retrax.trainer.reduce import Reduce
+from retrax.trainer.step import Carry
 from retrax.trainer.visits import HostMemory, Visits
 
 __all__ = ["ReversibleSerialTrainer"]
-
-_GLOBAL_NORMS = (None, "two_pass", "per_layer")
 
 
 class ReversibleSerialTrainer(Lender):
@@ -115,7 +114,7 @@ class ReversibleSerialTrainer(Lender):
         if not isinstance(loss_layer, Layer):
             raise TypeError(f"loss_layer must be a layer, got {loss_layer!r}.")
         self._optimizer = optimizer_fn()
-        self._check_clipping(global_norm)
+        check_clipping(self._optimizer, global_norm)
         self.policy = as_policy(precision)
         self._loss_scale = as_loss_scale(loss_scale, self.policy)
         self._first_loss_scale = self._loss_scale
@@ -152,25 +151,6 @@ class ReversibleSerialTrainer(Lender):
         """
         blocks, loss = extract_reversible_blocks(model_with_loss, loss_chunk_size)
         return cls(blocks, loss, lambda: optimizer, n_devices, **options)
-
-    def _check_clipping(self, global_norm: str | None) -> None:
-        if not isinstance(self._optimizer, Optimizer):
-            raise TypeError(
-                f"optimizer_fn must make an Optimizer, it made {self._optimizer!r}."
-            )
-        if global_norm not in _GLOBAL_NORMS:
-            raise ConfigError(
-                f"global_norm must be one of {_GLOBAL_NORMS}, got {global_norm!r}."
-            )
-        limit = self._optimizer.clip_grad_norm
-        if limit and global_norm is None:
-            raise ConfigError(
-                f"the optimizer clips gradients by their global norm ({limit}), but "
-                "layers are updated before all gradients are there. "
-                "global_norm='two_pass' goes through the backward pass twice and clips "
-                "exactly; 'per_layer' clips each layer by its own norm; or take an "
-                "optimizer without clip_grad_norm."
-            )
 
     # --- Training -------------------------------------------------------------------
 

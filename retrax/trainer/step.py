@@ -14,7 +14,6 @@ import jax
 import jax.numpy as jnp
 
 from retrax import trees
-from retrax.errors import ConfigError
 from retrax.layers.running import PER_EXAMPLE_PREFIX, SUMMARY_PREFIX
 from retrax.optimizers import l2_norm
 from retrax.trainer.loss_scale import (
@@ -23,11 +22,11 @@ from retrax.trainer.loss_scale import (
     current_loss_scale,
     loss_scale_context,
 )
+from retrax.trainer.reduce import Reduce, as_pair, ratio, reduced_metrics
 
 __all__ = [
     "Aux",
     "Carry",
-    "Reduce",
     "aux_of",
     "build_update",
     "from_loss",
@@ -35,8 +34,6 @@ __all__ = [
     "from_vjp",
     "step_rngs",
 ]
-
-_EPSILON = 1e-8  # Beside the weight of a metric, so that no weight gives 0.
 
 
 class Aux(NamedTuple):
@@ -103,92 +100,6 @@ def aux_of(state: Any, emitted: list[tuple[str, Any]]) -> Aux:
 
 
 GradFn = Callable[..., tuple[Any, Aux]]
-
-
-class Reduce:
-    """How replicas agree on gradients, losses and metrics.
-
-    Args:
-      axis: name of the device axis, None on one device.
-      n: number of devices on it.
-      kind: 'weight': sum(g_r * n_r) / sum(n_r) with n_r the sum of the loss weights, so
-        that several devices equal one also when weights are uneven; 'mean': plain mean
-        over replicas (Trax); 'adasum': the sum that counts common directions once
-        (arXiv 2006.02924), for a power of two of devices.
-    """
-
-    KINDS = ("weight", "mean", "adasum")
-
-    def __init__(
-        self, axis: str | None = None, n: int = 1, kind: str = "weight"
-    ) -> None:
-        if kind not in self.KINDS:
-            raise ConfigError(f"reduce must be one of {self.KINDS}, got {kind!r}.")
-        if kind == "adasum" and n & (n - 1):
-            raise ConfigError(f"adasum needs a power of two of devices, got {n}.")
-        self.axis, self.n, self.kind = axis, n, kind
-
-    def share(self, weight: Any) -> Any:
-        """The part of this replica's loss in the loss of the whole batch."""
-        if self.axis is None or self.kind == "adasum":
-            return 1.0
-        if self.kind == "mean" or weight is None:
-            return 1.0 / self.n
-        return _ratio(weight, jax.lax.psum(weight, self.axis))
-
-    def total(self, weight: Any) -> Any:
-        """The weight of the whole batch; 1 where nothing weighs."""
-        if weight is None or self.kind != "weight":
-            return jnp.float32(1.0)
-        return jax.lax.stop_gradient(self.sum(jnp.float32(weight)))
-
-    def sum(self, tree: Any) -> Any:
-        """Adds up over replicas."""
-        return tree if self.axis is None else jax.lax.psum(tree, self.axis)
-
-    def losses(self, loss: Any) -> Any:
-        """Joins losses that carry their share."""
-        return self.sum(loss) / (self.n if self.kind == "adasum" else 1)
-
-    def gradients(self, grads: Any) -> Any:
-        """Joins gradients of losses that carry their share."""
-        if self.axis is None:
-            return grads
-        if self.kind != "adasum":
-            return jax.lax.psum(grads, self.axis)
-        return jax.tree.map(lambda g: _adasum(jax.lax.all_gather(g, self.axis)), grads)
-
-    def joined(self, x: Any) -> Any:
-        """Joins arrays of the replicas along the first axis."""
-        if self.axis is None:
-            return x
-        return jax.lax.all_gather(x, self.axis, tiled=True)
-
-    def summary(self, x: Any) -> Any:
-        """Averages a number over the replicas, and joins an array."""
-        if self.axis is None or jnp.ndim(x):
-            return self.joined(x)
-        return jax.lax.pmean(jnp.asarray(x, jnp.float32), self.axis)
-
-    def key(self, rng: Any) -> Any:
-        """Gives each replica its own random key."""
-        if self.axis is None:
-            return rng
-        return jax.random.fold_in(rng, jax.lax.axis_index(self.axis))
-
-    def state(self, new: Any, old: Any, sync: list[str | None]) -> Any:
-        """Joins model state by each leaf's declared `state_sync`."""
-        if self.axis is None:
-            return new
-        leaves, treedef = jax.tree.flatten(new)
-        joined = []
-        for x, before, how in zip(leaves, jax.tree.leaves(old), sync, strict=True):
-            if how == "sum":
-                x = before + jax.lax.psum(x - before, self.axis)
-            elif how == "mean" and jnp.issubdtype(x.dtype, jnp.floating):
-                x = jax.lax.pmean(x, self.axis)
-            joined.append(x)
-        return treedef.unflatten(joined)
 
 
 def step_rngs(rng: Any, step: Any) -> tuple[Any, Any]:
@@ -343,20 +254,15 @@ def build_update(
         def apply(old: Any) -> tuple[Any, Any]:
             trained, slots, state = old
             at_step = jnp.maximum(step - n_skipped, 1)
-            before = trained, slots, state
-            trained, slots, stats = optimizer_update(
+            new, slots_new, stats = optimizer_update(
                 at_step, grads, trained, slots, opt_params
             )
-            for what, old, new in zip(
-                ("weights", "slots", "state"),
-                before,
-                (trained, slots, aux.state),
-                strict=True,
-            ):
-                _check_structure(f"new {what}", what, new, old)
+            _check_structure("new weights", "weights", new, trained)
+            _check_structure("new slots", "slots", slots_new, slots)
+            _check_structure("new state", "state", aux.state, state)
             for name in ("gradients_l2", "weights_l2"):  # Known already, at no cost.
                 stats.pop(name, None)
-            return (trained, slots, reduce.state(aux.state, state, state_sync)), stats
+            return (new, slots_new, reduce.state(aux.state, state, state_sync)), stats
 
         old = (trained, slots, state)
         if skip_nonfinite:
@@ -365,25 +271,31 @@ def build_update(
         else:
             new, out = apply(old)
         trained, slots, state = new
-        out |= _reduced_metrics(aux.metrics, reduce)
-        out |= {n: reduce.summary(x) for n, x in aux.summaries.items()}
-        out |= {n: reduce.joined(x) for n, x in aux.per_example.items()}
-        if aux.weight is not None:
-            total = reduce.sum(jnp.float32(aux.weight))
-            out |= {"loss/weight": total, "empty_batch": jnp.float32(total == 0)}
+        out |= _reported(aux, reduce)
         out |= {"gradients_l2": gradients_l2, "weights_l2": weights_l2}
         out |= {"grads_finite": finite, "skipped_steps": n_skipped}
         out |= loss_scale.stats()
-        if aux.loss is not None:
-            out["loss"] = reduce.losses(aux.loss)
-        if aux.inputs is not None:
-            out["inputs"] = aux.inputs
         weights = trees.combine(trained, fixed)
         loss_scale = loss_scale.update(finite)
         new = Carry(weights, state, slots, n_skipped, l2_norm(trained), loss_scale)
         return new, out
 
     return update
+
+
+def _reported(aux: Aux, reduce: Reduce) -> dict[str, Any]:
+    """Joins what the gradient function tells over the replicas."""
+    out = reduced_metrics(aux.metrics, reduce)
+    out |= {n: reduce.summary(x) for n, x in aux.summaries.items()}
+    out |= {n: reduce.joined(x) for n, x in aux.per_example.items()}
+    if aux.weight is not None:
+        total = reduce.sum(jnp.float32(aux.weight))
+        out |= {"loss/weight": total, "empty_batch": jnp.float32(total == 0)}
+    if aux.loss is not None:
+        out["loss"] = reduce.losses(aux.loss)
+    if aux.inputs is not None:
+        out["inputs"] = aux.inputs
+    return out
 
 
 def _all_finite(grads: Any, norm: Any, loss_scale: LossScale) -> Any:
@@ -422,7 +334,7 @@ def _accumulated(
             grads, aux = grad_fn(state, jax.random.fold_in(rng, i), xs)
             scales.append(aux.loss_scale if aux.loss_scale is None else scale)
             total = reduce.total(aux.weight)
-            metrics = {n: _pair(v) for n, v in aux.metrics.items()}
+            metrics = {n: as_pair(v) for n, v in aux.metrics.items()}
             metrics = {n: (v * w, w) for n, (v, w) in metrics.items()}
             sums = jax.tree.map(lambda x: x * total.astype(x.dtype), (grads, aux.loss))
             own = None if aux.weight is None else jnp.float32(aux.weight)
@@ -440,8 +352,8 @@ def _accumulated(
         (acc, state), kept = jax.lax.scan(body, (zeros, state), (jnp.arange(k), micro))
         total, weight, sums, metrics = acc
         summaries, per_example = jax.tree.map(_of_micro_batches, kept)
-        grads, loss = jax.tree.map(lambda x: _ratio(x, total.astype(x.dtype)), sums)
-        metrics = {n: (_ratio(v, w), w) for n, (v, w) in metrics.items()}
+        grads, loss = jax.tree.map(lambda x: ratio(x, total.astype(x.dtype)), sums)
+        metrics = {n: (ratio(v, w), w) for n, (v, w) in metrics.items()}
         aux = Aux(state, loss, weight, metrics, summaries, per_example)
         return grads, aux._replace(loss_scale=scales[-1])
 
@@ -453,30 +365,6 @@ def _of_micro_batches(x: Any) -> Any:
     if x.ndim == 1:
         return jnp.mean(x)
     return x.reshape((-1, *x.shape[2:]))
-
-
-def _reduced_metrics(metrics: dict[str, Any], reduce: Reduce) -> dict[str, Any]:
-    pairs = {name: _pair(value) for name, value in metrics.items()}
-    sums = reduce.sum({name: (v * w, w) for name, (v, w) in pairs.items()})
-    totals = {
-        f"{name}/weight": sums[name][1]
-        for name, value in metrics.items()
-        if isinstance(value, tuple)
-    }
-    if reduce.axis is None:
-        return totals | {name: _ratio(v, w) for name, (v, w) in sums.items()}
-    return totals | {name: v / (w + _EPSILON) for name, (v, w) in sums.items()}
-
-
-def _pair(value: Any) -> tuple[Any, Any]:
-    value, weight = value if isinstance(value, tuple) else (value, 1.0)
-    return jnp.asarray(value, jnp.float32), jnp.asarray(weight, jnp.float32)
-
-
-def _ratio(x: Any, total: Any) -> Any:
-    """x / total, and 0 where nothing weighs anything."""
-    empty = total == 0
-    return jnp.where(empty, 0, x / jnp.where(empty, 1, total))
 
 
 def _apply_if(
@@ -525,15 +413,3 @@ def _unique(name: str, taken: dict[str, Any]) -> str:
         i += 1
         candidate = f"{name}_{i}"
     return candidate
-
-
-def _adasum(parts: Any) -> Any:
-    """Joins (n, ...) gradients pairwise, n a power of two (arXiv 2006.02924, eq. 5)."""
-    while parts.shape[0] > 1:
-        a, b = parts[0::2], parts[1::2]
-        axes = tuple(range(1, a.ndim))
-        dot = jnp.sum(a * b, axes, keepdims=True)
-        norm_a = jnp.sum(a * a, axes, keepdims=True)
-        norm_b = jnp.sum(b * b, axes, keepdims=True)
-        parts = (1 - _ratio(dot, 2 * norm_a)) * a + (1 - _ratio(dot, 2 * norm_b)) * b
-    return parts[0]

@@ -26,10 +26,10 @@ from retrax.trainer.loss_scale import LossScale
 from retrax.trainer.packing import Packing
 from retrax.trainer.padding import cut_rows, pad_rows
 from retrax.trainer.precision import Policy, as_loss_scale, as_policy
+from retrax.trainer.reduce import Reduce
 from retrax.trainer.step import (
     Aux,
     Carry,
-    Reduce,
     aux_of,
     build_update,
     from_loss,

@@ -17,7 +17,7 @@ from retrax import optimizers
 from retrax.layers.running import emit
 from retrax.shapes import ShapeDtype, signature
 from retrax.trainer import Devices, Evaluator, Reduce, StepTrainer, step_rngs
-from retrax.trainer.step import _reduced_metrics
+from retrax.trainer.reduce import reduced_metrics
 
 KEY = jax.random.key(7)
 
@@ -78,7 +78,7 @@ def test_means_of_metrics(i):
     vector = VECTORS["metric_means"][i]
     values, weights = np.float32(vector["values"]), np.float32(vector["weights"])
     reduce = Reduce("batch", len(values))
-    found = over_replicas(lambda v, w: _reduced_metrics({"m": (v, w)}, reduce))(
+    found = over_replicas(lambda v, w: reduced_metrics({"m": (v, w)}, reduce))(
         values, weights
     )
     mean, total = vector["expected"]
