@@ -24,6 +24,7 @@ from retrax.trainer.reduce import Reduce
 from retrax.trainer.reversible_trainer import ReversibleSerialTrainer
 from retrax.trainer.run_log import RunLog
 from retrax.trainer.session import Session
+from retrax.trainer.sharding import Sharding
 from retrax.trainer.state import OptState, TrainerState, load_trainer_state
 from retrax.trainer.step import (
     Aux,
@@ -55,6 +56,7 @@ __all__ = [
     "ReversibleSerialTrainer",
     "RunLog",
     "Session",
+    "Sharding",
     "StaticLossScale",
     "StepTrainer",
     "StepValues",

@@ -15,10 +15,11 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from retrax.errors import ConfigError
+from retrax.trainer.sharding import BATCH as AXIS
+from retrax.trainer.sharding import MODEL, Sharding, plan
 
 __all__ = ["AXIS", "Devices"]
 
-AXIS = "batch"
 BACKENDS = ("shard_map", "pmap")
 
 StepFn = Callable[[Any, Any, Any], tuple[Any, Any]]
@@ -28,7 +29,10 @@ class Devices:
     """The devices a trainer runs on, and how functions are compiled for them."""
 
     def __init__(
-        self, n_devices: int | None = None, backend: str = "shard_map"
+        self,
+        n_devices: int | None = None,
+        backend: str = "shard_map",
+        sharding: Sharding | None = None,
     ) -> None:
         """Chooses devices.
 
@@ -36,6 +40,8 @@ class Devices:
           n_devices: how many local devices to use; None means all of them.
           backend: what splits the batch over several devices: 'shard_map', or 'pmap',
             which gives the same numbers the older way. One device always uses jit.
+          sharding: which weights are cut over the devices; None for none of them. The
+            step is then compiled as one of a single device, and XLA cuts it.
 
         Raises:
           ConfigError: there are fewer devices, or the backend is unknown.
@@ -53,11 +59,21 @@ class Devices:
                 f"XLA_FLAGS=--xla_force_host_platform_device_count={n}."
             )
         self.n = int(n)
+        self.sharding = sharding if self.n > 1 else None
         self.backend = backend if n > 1 else "jit"
-        self.axis = AXIS if n > 1 else None
+        self.axis = AXIS if n > 1 and sharding is None else None
         self._devices = local[: self.n]
         self._mesh: Mesh | None = None
-        if self.n > 1:
+        self.n_cuts = self.n  # How many pieces a batch is cut into.
+        if self.sharding is not None:
+            shape = self.sharding.mesh_shape(self.n)
+            self.n_cuts = shape[0]
+            self._mesh = Mesh(
+                np.array(self._devices).reshape(shape),
+                (AXIS, MODEL),
+                axis_types=(AxisType.Auto,) * 2,
+            )
+        elif self.n > 1:
             self._mesh = Mesh(
                 np.array(self._devices), (AXIS,), axis_types=(AxisType.Auto,)
             )
@@ -65,7 +81,13 @@ class Devices:
         # programs are in flight, so there each call is waited for.
         self._wait = self.n > 1 and local[0].platform == "cpu"
 
-    def compile(self, fn: StepFn, donate: bool = True, split: bool = True) -> StepFn:
+    def compile(
+        self,
+        fn: StepFn,
+        donate: bool = True,
+        split: bool = True,
+        placement: Any = None,
+    ) -> StepFn:
         """Compiles a step function.
 
         Args:
@@ -75,10 +97,13 @@ class Devices:
           donate: give the carry's memory to the result; the caller must not use the
             carry it passed again.
           split: False gives every device the whole batch.
+          placement: with a sharding, where the carry is to lie, as `plan` says.
         """
         donated = (0,) if donate else ()
         if self._mesh is None:
             return jax.jit(fn, donate_argnums=donated)
+        if self.sharding is not None:
+            return self._compile_sharded(fn, donated, split, placement)
         if self.backend == "pmap" and split:
             return self._compile_pmap(fn)
         one, cut = PartitionSpec(), PartitionSpec(AXIS)
@@ -119,6 +144,28 @@ class Devices:
             return jax.device_put(tree, self._devices[0])
         return jax.device_put(tree, NamedSharding(self._mesh, PartitionSpec(AXIS)))
 
+    def _compile_sharded(
+        self, fn: StepFn, donated: tuple[int, ...], split: bool, placement: Any
+    ) -> StepFn:
+        assert self._mesh is not None
+        one = NamedSharding(self._mesh, PartitionSpec())
+        cut = NamedSharding(self._mesh, PartitionSpec(AXIS))
+        compiled = jax.jit(fn, donate_argnums=donated, out_shardings=(placement, one))
+
+        def call(carry: Any, shared: Any, batch: Any) -> tuple[Any, Any]:
+            batch = jax.device_put(batch, cut if split else one)
+            return compiled(carry, shared, batch)
+
+        return self._waiting(call)
+
+    def placement(self, named_weights: Any, trainable: Any, slots: Any) -> Any:
+        """Returns (placement of each weight, of the slots, of what is whole)."""
+        assert self._mesh is not None and self.sharding is not None
+        weights, placed = plan(
+            self.sharding, self._mesh, named_weights, trainable, slots
+        )
+        return weights, placed, NamedSharding(self._mesh, PartitionSpec())
+
     def _compile_pmap(self, fn: StepFn) -> StepFn:
         mapped = jax.pmap(
             fn,
@@ -143,22 +190,30 @@ class Devices:
             fn(carry, shared, batch)
         )
 
-    def put(self, tree: Any) -> Any:
-        """Copies a tree to the devices, whole on each; the caller owns the result."""
+    def put(self, tree: Any, placement: Any = None) -> Any:
+        """Copies a tree to the devices, whole on each; the caller owns the result.
+
+        Args:
+          tree: arrays.
+          placement: with a sharding, where they lie instead: one for all, or a tree.
+        """
         # A donated copy must not take the original with it. On several devices
         # may_alias=False is not enough: the copy on the original's device is no copy.
         if self._mesh is None:
             return jax.device_put(tree, self._devices[0], may_alias=False)
         own = jax.tree.map(lambda x: jax.numpy.array(x, copy=True), tree)
-        return jax.device_put(own, NamedSharding(self._mesh, PartitionSpec()))
+        if placement is None:
+            placement = NamedSharding(self._mesh, PartitionSpec())
+        return jax.device_put(own, placement)
 
     def fetch(self, tree: Any) -> Any:
-        """Copies a tree that is whole on each device to the default device."""
-        return jax.tree.map(
-            lambda x: (
-                jax.numpy.array(x.addressable_shards[0].data, copy=True)
-                if isinstance(x, jax.Array)
-                else x
-            ),
-            tree,
-        )
+        """Copies a tree to the default device, from one device if it is whole there."""
+        return jax.tree.map(_fetched, tree)
+
+
+def _fetched(x: Any) -> Any:
+    if not isinstance(x, jax.Array):
+        return x
+    if x.is_fully_replicated:
+        return jax.numpy.array(x.addressable_shards[0].data, copy=True)
+    return jax.numpy.array(np.asarray(x), copy=True)

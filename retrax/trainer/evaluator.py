@@ -173,7 +173,7 @@ class Evaluator:
         whole: bool = False,
     ) -> Any:
         split, mask = True, None
-        n_pad = -batch[0].shape[0] % self._devices.n
+        n_pad = -batch[0].shape[0] % self._devices.n_cuts
         if n_pad:
             if self._maskable is None:
                 self._maskable = self._can_mask(batch, weights, state)

@@ -27,6 +27,7 @@ from retrax.trainer.packing import Packing
 from retrax.trainer.padding import cut_rows, pad_rows
 from retrax.trainer.precision import Policy, as_loss_scale, as_policy
 from retrax.trainer.reduce import Reduce
+from retrax.trainer.sharding import Sharding, as_sharding
 from retrax.trainer.step import (
     Aux,
     Carry,
@@ -74,6 +75,7 @@ class StepTrainer(Lender):
         memory: str = "reversible",
         precision: str | Policy | None = None,
         loss_scale: LossScale | None = None,
+        sharding: str | Sharding | None = None,
         hooks: Any = None,
     ) -> None:
         """Makes a trainer for an initialised model that ends with a loss layer.
@@ -94,6 +96,8 @@ class StepTrainer(Lender):
           precision: 'float32', 'mixed_bfloat16', 'mixed_float16', or a `Policy`.
           loss_scale: what losses are multiplied by before they are differentiated; by
             default a `DynamicLossScale` for float16 and none for others.
+          sharding: how weights, slots and gradients are cut over several devices:
+            'fsdp', or a `Sharding` with rules by path; None keeps weights whole.
           hooks: object whose `gradients` replaces ours, such as a Trainer.
         """
         if not isinstance(optimizer, Optimizer):
@@ -113,17 +117,26 @@ class StepTrainer(Lender):
         self._accumulate = accumulate
         self._skip_nonfinite = skip_nonfinite
         self._hooks = hooks if hooks is not None else self
-        self.devices = Devices(n_devices, backend)
+        self.devices = Devices(n_devices, backend, as_sharding(sharding))
         kind = "adasum" if adasum else reduce
-        self.reduce = Reduce(self.devices.axis, self.devices.n, kind)
+        self._check_reduce(kind)
+        self.reduce = Reduce(self.devices.axis, self.devices.n_cuts, kind)
         self._compiled: dict[bool, Any] = {}
         self._maskable: bool | None = None
         self._carry: Any = None
         self._packing: Packing | None = None
+        self._placement: Any = None  # Of the carry, if weights are cut.
         self._learning_rate: tuple[float | None, Any] = (None, None)
         self._step = 0
         self._opt_params: dict[str, Any] = {}
         super().__init__(model_with_loss)
+
+    def _check_reduce(self, kind: str) -> None:
+        if self.devices.sharding is not None and kind != "weight":
+            raise ConfigError(
+                f"reduce={kind!r} joins gradients of devices that have all weights; "
+                "with a sharding it must be 'weight'."
+            )
 
     # --- Training -------------------------------------------------------------------
 
@@ -159,7 +172,7 @@ class StepTrainer(Lender):
                 self._learning_rate = (learning_rate, jnp.float32(learning_rate))
             opt_params = {**opt_params, "learning_rate": self._learning_rate[1]}
         shared = (opt_params, rng, np.int32(step))
-        pieces = self.devices.n * self._accumulate
+        pieces = self.devices.n_cuts * self._accumulate
         if pieces > 1:
             fn, xs = self._fitted(batch, pieces)
         else:
@@ -243,7 +256,9 @@ class StepTrainer(Lender):
 
     @slots.setter
     def slots(self, value: Any) -> None:
-        self._hold(self.carry._replace(slots=self.devices.put(value)))
+        carry = self.carry
+        where = self._placement and self._placement.slots
+        self._hold(carry._replace(slots=self.devices.put(value, where)))
 
     @property
     def n_skipped(self) -> int:
@@ -306,14 +321,16 @@ class StepTrainer(Lender):
         if self._carry is None:
             slots, opt_params = self._optimizer.tree_init(trained)
             self._opt_params = {k: jnp.asarray(v) for k, v in opt_params.items()}
-            slots = self.devices.put(slots)
+            placed = self._place(weights, mask, slots)
+            slots = self.devices.put(slots, placed.slots)
             n_skipped = self.devices.put(jnp.int32(0))
             loss_scale = self.devices.put(self._first_loss_scale)
         else:
             _, _, slots, n_skipped, _, loss_scale = self._unpacked()
+            placed = self._place(weights, mask, slots)
         self._hold(
             Carry(
-                self.devices.put(weights),
+                self.devices.put(weights, placed.weights),
                 self.devices.put(state),
                 slots,
                 n_skipped,
@@ -323,9 +340,20 @@ class StepTrainer(Lender):
         )
         self._let_go()
 
+    def _place(self, weights: Any, mask: list[bool], slots: Any) -> Carry:
+        """Decides where the carry lies, if weights are cut; else all Nones."""
+        if self.devices.sharding is None:
+            return Carry(*(None,) * len(Carry._fields))
+        named = layer_tree.named_leaves(self._model, weights)
+        own, placed_slots, whole = self.devices.placement(named, mask, slots)
+        own = jax.tree.unflatten(jax.tree.structure(weights), own)
+        self._placement = Carry(own, whole, placed_slots, whole, whole, whole)
+        return self._placement
+
     def _hold(self, carry: Carry) -> None:
         """Keeps a carry for the next step; a small one in few buffers."""
-        packing = Packing(carry, _kind) if Packing.suits(carry) else None
+        packs = self._placement is None and Packing.suits(carry)
+        packing = Packing(carry, _kind) if packs else None
         if packing != self._packing:
             self._packing = packing
             self._compiled.clear()
@@ -351,7 +379,9 @@ class StepTrainer(Lender):
             packed=packing is not None,
         )
         fn = packing.over(update) if packing else update
-        self._compiled[split] = self.devices.compile(fn, split=split)
+        self._compiled[split] = self.devices.compile(
+            fn, split=split, placement=self._placement
+        )
         return self._compiled[split]
 
     def _masked_gradients(
@@ -368,7 +398,7 @@ class StepTrainer(Lender):
             self._check_batch(batch)
         rows = batch[0].shape[0]
         n_pad = -rows % pieces
-        if first and self.devices.n > 1:
+        if first and self.devices.axis is not None:
             self._check_state_sync(batch)
         if not n_pad:
             return self._compiled.get(True) or self._compile(True), (batch, None)
