@@ -63,7 +63,7 @@ class Devices:
         self.backend = backend if n > 1 else "jit"
         self.axis = AXIS if n > 1 and sharding is None else None
         self._devices = local[: self.n]
-        self._mesh: Mesh | None = None
+        self._mesh: Any = None
         self.n_cuts = self.n  # How many pieces a batch is cut into.
         if self.sharding is not None:
             shape = self.sharding.mesh_shape(self.n)
@@ -147,7 +147,6 @@ class Devices:
     def _compile_sharded(
         self, fn: StepFn, donated: tuple[int, ...], split: bool, placement: Any
     ) -> StepFn:
-        assert self._mesh is not None
         one = NamedSharding(self._mesh, PartitionSpec())
         cut = NamedSharding(self._mesh, PartitionSpec(AXIS))
         compiled = jax.jit(fn, donate_argnums=donated, out_shardings=(placement, one))
@@ -160,10 +159,8 @@ class Devices:
 
     def placement(self, named_weights: Any, trainable: Any, slots: Any) -> Any:
         """Returns (placement of each weight, of the slots, of what is whole)."""
-        assert self._mesh is not None and self.sharding is not None
-        weights, placed = plan(
-            self.sharding, self._mesh, named_weights, trainable, slots
-        )
+        sharding = self.sharding or Sharding()
+        weights, placed = plan(sharding, self._mesh, named_weights, trainable, slots)
         return weights, placed, NamedSharding(self._mesh, PartitionSpec())
 
     def _compile_pmap(self, fn: StepFn) -> StepFn:
