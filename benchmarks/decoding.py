@@ -98,7 +98,7 @@ def retrax_ways(prompt: np.ndarray, n: int) -> dict[str, Callable[[], Any]]:
     uncached = lm("eval", 512)  # Its length is padded to a power of two.
     uncached.init(ShapeDtype(prompt.shape, np.int32), rng=jax.random.key(0))
     cached.weights = uncached.weights
-    how: dict[str, Any] = dict(max_length=n, eos_id=None)
+    how: dict[str, Any] = dict(max_length=n, eos_id=None, rng=jax.random.key(0))
     sample = decoding.autoregressive_sample
     return {
         "retrax": lambda: sample(cached, prompt, **how),

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from retrax.layers import sequences
 from retrax.layers.base import Layer
 from retrax.shapes import ShapeDtype, signature
-from retrax.supervised.sampling import PAD_ID, Rule, next_tokens
+from retrax.supervised.sampling import PAD_ID, Rule, keys_of, next_tokens
 
 __all__ = [
     "compiled",
@@ -140,21 +140,19 @@ def sample_step(
     state: Any,
     ids: Any,
     inputs: tuple[Any, ...],
-    rng: Any,
+    rngs: tuple[Any, Any],
     t: Any,
     values: dict[str, Any],
 ) -> tuple[Any, Any, Any]:
-    """Feeds the next ids and chooses token t.
+    """Feeds the next ids and chooses token t; `rngs` are of `keys_of`.
 
     Returns:
       (tokens: (batch,) int32, which rows' outputs hold NaN: (batch,) bool, state).
     """
-    rng_tokens, rng_model = jax.random.split(rng)
-    rng_model = jax.random.fold_in(rng_model, t)
-    logits, state = run(model, weights, state, ids, inputs, rng_model)
+    logits, state = run(model, weights, state, ids, inputs, rngs[1])
     logits = logits[:, -1]
-    broken = jnp.any(jnp.isnan(logits), axis=-1)
-    return next_tokens(logits, rng_tokens, t, rule, values), broken, state
+    tokens = next_tokens(logits, rngs[0], t, rule, values)
+    return tokens, _is_nan_at(logits, tokens), state
 
 
 def eval_step(
@@ -164,7 +162,7 @@ def eval_step(
     state: Any,
     padded: tuple[Any, Any],
     inputs: tuple[Any, ...],
-    rng: Any,
+    rngs: tuple[Any, Any],
     t: Any,
     values: dict[str, Any],
 ) -> tuple[Any, Any, Any]:
@@ -174,13 +172,11 @@ def eval_step(
       padded: (all ids so far, padded on the right: (batch, longer) int32, how many).
     """
     ids, n = padded
-    rng_tokens, rng_model = jax.random.split(rng)
-    rng_model = jax.random.fold_in(rng_model, t)
-    logits, _ = run(model, weights, state, ids, inputs, rng_model)
+    logits, _ = run(model, weights, state, ids, inputs, rngs[1])
     # The model shifts by itself: output n stems from the ids before n.
     logits = jax.lax.dynamic_index_in_dim(logits, n, axis=1, keepdims=False)
-    broken = jnp.any(jnp.isnan(logits), axis=-1)
-    return next_tokens(logits, rng_tokens, t, rule, values), broken, state
+    tokens = next_tokens(logits, rngs[0], t, rule, values)
+    return tokens, _is_nan_at(logits, tokens), state
 
 
 def sample_loop(
@@ -201,32 +197,43 @@ def sample_loop(
       one stems from NaN, the state).
     """
 
+    # At once, since deriving keys costs more in a loop than drawing by them.
+    n_rows = ids.shape[0]
+    all_rngs = jax.vmap(lambda t: keys_of(rng, t, n_rows))(jnp.arange(max_length))
+
     def choose(state: Any, ids: Any, t: Any, done: Any) -> Any:
+        rngs = jax.tree.map(lambda keys: keys[t], all_rngs)
         tokens, broken, state = sample_step(
-            model, rule, weights, state, ids, inputs, rng, t, values
+            model, rule, weights, state, ids, inputs, rngs, t, values
         )
         tokens = jnp.where(done, PAD_ID, tokens)
         failed = jnp.any(broken & ~done)
-        return tokens, done | (tokens == values["eos_id"]), failed, state
-
-    def unfinished(loop: Any) -> Any:
-        t, _, _, done, failed, _ = loop
-        return (t < max_length) & ~jnp.all(done) & ~failed
+        done |= tokens == values["eos_id"]
+        goes_on = (t + 1 < max_length) & ~jnp.all(done) & ~failed
+        return tokens, (done, failed, goes_on), state
 
     def one_more(loop: Any) -> Any:
-        t, out, tokens, done, _, state = loop
-        tokens, done, failed, state = choose(state, tokens[:, None], t, done)
+        t, out, tokens, (done, _, _), state = loop
+        tokens, ends, state = choose(state, tokens[:, None], t, done)
         out = jax.lax.dynamic_update_slice(out, tokens[:, None], (0, t))
-        return t + 1, out, tokens, done, failed, state
+        return t + 1, out, tokens, ends, state
 
-    n_rows = ids.shape[0]
     state = start_state(model, state, ids, inputs)
     nobody = jnp.zeros(n_rows, bool)
-    tokens, done, failed, state = choose(state, ids, jnp.int32(0), nobody)
+    tokens, ends, state = choose(state, ids, jnp.int32(0), nobody)
     out = jnp.full((n_rows, max_length), PAD_ID, jnp.int32).at[:, 0].set(tokens)
-    loop = (jnp.int32(1), out, tokens, done, failed, state)
-    t, out, _, _, failed, state = jax.lax.while_loop(unfinished, one_more, loop)
+    loop = (jnp.int32(1), out, tokens, ends, state)
+    # Whether to go on is known in the body: a condition costs as much as its steps.
+    t, out, _, (_, failed, _), state = jax.lax.while_loop(
+        lambda loop: loop[3][2], one_more, loop
+    )
     return out, t, failed, state
+
+
+def _is_nan_at(logits: Any, tokens: Any) -> Any:
+    """Which rows hold NaN, (batch,) bool: where there is any, it is what is chosen."""
+    chosen = jnp.take_along_axis(logits, tokens[:, None], axis=-1, mode="clip")
+    return jnp.isnan(chosen[:, 0])
 
 
 def _fresh_state(model: Layer, ids: Any, inputs: tuple[Any, ...]) -> Any:

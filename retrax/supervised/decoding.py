@@ -24,7 +24,7 @@ from retrax.layers import sequences
 from retrax.layers.base import Layer
 from retrax.supervised import beam, cached_model
 from retrax.supervised.decoding_call import Call, check_lengths, checked_call
-from retrax.supervised.sampling import PAD_ID, Rule, rule_and_values
+from retrax.supervised.sampling import PAD_ID, Rule, keys_of, rule_and_values
 
 __all__ = ["autoregressive_sample", "autoregressive_sample_stream", "beam_search"]
 
@@ -240,7 +240,9 @@ def _tokens(
     weights, _, ids, inputs = call.of_the_model()
 
     def step(model: Layer, *args: Any) -> Any:
-        return step_of(model, rule, *args)
+        weights, state, fed, inputs, rng, t, values = args
+        rngs = keys_of(rng, t, jax.tree.leaves(fed)[0].shape[0])
+        return step_of(model, rule, weights, state, fed, inputs, rngs, t, values)
 
     model = call.model
     if accelerate:

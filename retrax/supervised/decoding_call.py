@@ -21,6 +21,7 @@ class Call(NamedTuple):
     """The checked arguments of one call."""
 
     model: Layer
+    weights: Any
     ids: np.ndarray
     inputs: tuple[Any, ...]
     rng: Any
@@ -28,7 +29,7 @@ class Call(NamedTuple):
 
     def of_the_model(self) -> tuple[Any, ...]:
         """(weights, state, ids, inputs)."""
-        return self.model.weights, self.model.state, self.ids, self.inputs
+        return self.weights, self.model.state, self.ids, self.inputs
 
 
 def checked_call(
@@ -48,7 +49,8 @@ def checked_call(
     """
     if not isinstance(model, Layer):
         raise TypeError(f"decoding needs a layer, got {type(model).__name__}.")
-    if model.has_weights and not jax.tree.leaves(model.weights):
+    weights = model.weights
+    if model.has_weights and not jax.tree.leaves(weights):
         raise ValueError(
             f"{model.name} has no weights; call model.init(signature), then set "
             "model.weights to trained ones, or use model.init_from_file."
@@ -68,7 +70,7 @@ def checked_call(
     if not hasattr(rng, "dtype"):
         raise TypeError(f"rng must be a random key, got {rng!r}; use jax.random.key.")
     least = eval_min_length if eval_mode else None
-    return Call(model, ids, tuple(given), rng, least)
+    return Call(model, weights, ids, tuple(given), rng, least)
 
 
 def check_lengths(max_length: int, min_length: int) -> None:

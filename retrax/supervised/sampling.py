@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-__all__ = ["PAD_ID", "Rule", "ban_eos", "next_tokens", "rule_and_values"]
+__all__ = ["PAD_ID", "Rule", "ban_eos", "keys_of", "next_tokens", "rule_and_values"]
 
 PAD_ID = 0  # What stands in a row after its end.
 _NO_ID = -1  # An eos_id that no token has.
@@ -70,19 +70,19 @@ def rule_and_values(
 
 
 def next_tokens(
-    logits: Any, rng: Any, t: Any, rule: Rule, values: dict[str, Any]
+    logits: Any, rngs: Any, t: Any, rule: Rule, values: dict[str, Any]
 ) -> Any:
     """Chooses token t of each row.
 
     First the temperature divides the logits, then top_k and then top_p leave out the
     less probable tokens (Holtzman et al. 2019, https://arxiv.org/abs/1904.09751, for
     top_p); of the rest one is drawn by the Gumbel-max trick. Tokens as probable as the
-    last one that stays, stay as well. The draw of a row depends on the key, t and the
-    row's number alone: neither on other rows nor on how many there are.
+    last one that stays, stay as well. The draw of a row depends on its key alone, and
+    so neither on other rows nor on how many there are.
 
     Args:
       logits: (batch, vocab_size) float, log-probabilities up to a constant.
-      rng: the key of the whole sequence.
+      rngs: (batch,) keys, one for each row, see `keys_of`.
       t: number of tokens before this one.
       rule: what is compiled in.
       values: scalars of `rule_and_values`.
@@ -93,7 +93,7 @@ def next_tokens(
     logits = ban_eos(logits, t, values)
     if rule.greedy:
         return jnp.argmax(logits, axis=-1).astype(jnp.int32)
-    n_rows, n_vocab = logits.shape
+    n_vocab = logits.shape[-1]
     logits = logits / values["temperature"]
     if rule.top_k is not None and rule.top_k < n_vocab:
         least = jax.lax.top_k(logits, rule.top_k)[0][:, -1:]
@@ -105,10 +105,16 @@ def next_tokens(
         least = jnp.where(before < values["top_p"], down, jnp.inf)
         least = jnp.min(least, axis=-1, keepdims=True)
         logits = jnp.where(logits < least, -jnp.inf, logits)
-    key = jax.random.fold_in(rng, t)
-    keys = jax.vmap(lambda row: jax.random.fold_in(key, row))(jnp.arange(n_rows))
-    noise = jax.vmap(lambda k: jax.random.gumbel(k, (n_vocab,), logits.dtype))(keys)
+    noise = jax.vmap(lambda k: jax.random.gumbel(k, (n_vocab,), logits.dtype))(rngs)
     return jnp.argmax(logits + noise, axis=-1).astype(jnp.int32)
+
+
+def keys_of(rng: Any, t: Any, n_rows: int) -> tuple[Any, Any]:
+    """Derives from a sequence's key: ((n_rows,) keys for token t, the model's key)."""
+    rng_tokens, rng_model = jax.random.split(rng)
+    key = jax.random.fold_in(rng_tokens, t)
+    rows = jax.vmap(lambda row: jax.random.fold_in(key, row))(jnp.arange(n_rows))
+    return rows, jax.random.fold_in(rng_model, t)
 
 
 def ban_eos(logits: Any, t: Any, values: dict[str, Any]) -> Any:

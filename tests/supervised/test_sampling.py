@@ -15,8 +15,9 @@ def draw(t=0, seed=0, logits=None, n_rows=N_DRAWS, **kwargs):
     rule, values = sampling.rule_and_values(**kwargs)
     logits = np.log(P) if logits is None else logits
     rows = jnp.broadcast_to(jnp.asarray(logits, jnp.float32), (n_rows, len(logits)))
+    keys = sampling.keys_of(jax.random.key(seed), t, n_rows)[0]
     choose = jax.jit(lambda x, k, v: sampling.next_tokens(x, k, t, rule, v))
-    return np.asarray(choose(rows, jax.random.key(seed), values))
+    return np.asarray(choose(rows, keys, values))
 
 
 def check_counts(tokens, p):
