@@ -218,8 +218,6 @@ def ReformerShortenLM(
         tl.Dropout(dropout, mode=mode),
         positions.layer(d_embedding, mode),
         tl.Dup(),  # For the groups; the other one stays below for the details.
-        # With the shift above, group i holds the ids before its own first one.
-        tl.ShiftRight(shorten_factor - 1, mode=mode),
         _Grouped(shorten_factor),
         tl.Dense(d_model),
         tl.Dup(),
@@ -241,11 +239,16 @@ def ReformerShortenLM(
 
 
 def _Grouped(n: int) -> tl.Layer:
-    """Makes a layer (batch, length, d) -> (batch, length / n rounded up, n * d)."""
+    """Makes a layer (batch, length, d) -> (batch, length / n rounded up, n * d).
+
+    Group i has the vectors n * i - n + 1 to n * i. As vector t is that of id t - 1, it
+    thus knows the ids before n * i, where the group's own ones begin.
+    """
 
     def group(x: Any) -> Any:
         n_groups = -(-x.shape[1] // n)
-        x = jnp.pad(x, ((0, 0), (0, n_groups * n - x.shape[1]), (0, 0)))
+        x = jnp.pad(x, ((0, 0), (n - 1, n_groups * n - x.shape[1]), (0, 0)))
+        x = x[:, : n_groups * n]
         return jnp.reshape(x, (x.shape[0], n_groups, n * x.shape[2]))
 
     return tl.Fn(f"Grouped_{n}", group)

@@ -24,7 +24,7 @@ ENC_DEC = dict(
     d_ff=F,
     n_heads=2,
     n_encoder_layers=1,
-    n_decoder_layers=2,
+    n_decoder_layers=1,
     max_len=LENGTH,
 )
 LSH = functools.partial(tl.LSHSelfAttention, chunk_len=4, n_buckets=4)
@@ -220,18 +220,11 @@ def test_sampling_in_predict_is_that_of_eval():
     )
 
 
-def test_shortened_model_samples_in_eval_mode():
-    """Token by token, against the logits of what was sampled."""
+def test_shortened_model_takes_any_length():
+    """The last group may be shorter; no id sees what is missing there."""
     model = started(LANGUAGE_MODELS["shorten"](mode="eval"), ids_of())
-    prompt = ids_of(1, 3)
-    options = dict(temperature=0.0, eos_id=None, max_length=5)
-    sample = autoregressive_sample(
-        model, prompt, eval_mode=True, eval_min_length=LENGTH, **options
-    )
-    whole = np.zeros((B, LENGTH), np.int32)
-    whole[:, :8] = np.concatenate([prompt, sample], axis=1)
-    logits = run(model, whole)
-    np.testing.assert_array_equal(np.argmax(logits[:, 3:8], axis=-1), sample)
+    whole, part = run(model, ids_of()), run(model, ids_of()[:, :13])
+    np.testing.assert_allclose(part, whole[:, :13], rtol=1e-5, atol=1e-5)
 
 
 # --- From one sequence to another ---------------------------------------------------
@@ -300,8 +293,8 @@ def test_encoder_decoder_trains_with_other_attention(kind):
 def test_reformer_samples_in_predict_as_in_eval():
     source, _ = pair()
     options = dict(temperature=0.0, eos_id=None, max_length=4)
-    trained = started(models.Reformer(mode="eval", scan_layers=True, **ENC_DEC), pair())
-    predict = models.Reformer(mode="predict", scan_layers=True, **ENC_DEC)
+    trained = started(models.Reformer(mode="eval", **ENC_DEC), pair())
+    predict = models.Reformer(mode="predict", **ENC_DEC)
     started(predict, (source, source[:, :1])).weights = trained.weights
     expected = autoregressive_sample(
         trained, source, B, eval_mode=True, eval_min_length=8, **options

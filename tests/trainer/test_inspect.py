@@ -151,9 +151,11 @@ def test_layer_by_layer_peak_is_the_real_one(monkeypatch):
 def test_what_cannot_be_trained_layer_by_layer_says_why():
     shared = tl.Dense(WIDTH)
     model = tl.Serial(shared, shared, tl.L2Loss())
+    modes, clips = ("plain", "layer by layer"), optimizers.Adam(clip_grad_norm=1.0)
     made = inspect.report(
-        model, SIG, memory=10, run=False, modes=("plain", "layer by layer")
+        model, SIG, optimizer=clips, memory=10, run=False, modes=modes
     )
+    assert "global_norm='two_pass'" in made.notes[0]
     plain, layered = made.totals
     assert "used at 0.Dense and at 1.Dense" in layered.problem
     assert made.fitting == [] and "Nothing fits into 10 B." in made.text()

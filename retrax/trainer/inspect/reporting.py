@@ -20,7 +20,7 @@ from retrax.optimizers import Adam
 from retrax.optimizers.base import Optimizer
 from retrax.trainer.inspect.costs import Cost, costs
 from retrax.trainer.inspect.reversal import WORST, Reversal, reversals
-from retrax.trainer.inspect.totals import MODES, Total, totals
+from retrax.trainer.inspect.totals import LAYER_BY_LAYER, MODES, Total, totals
 from retrax.trainer.inspect.walk import Visit, structs, visits
 
 __all__ = ["Report", "as_bytes", "report"]
@@ -110,8 +110,8 @@ def report(
 ) -> Report:
     """Finds what a model needs to be trained, and how well it can be reversed.
 
-    Nothing of the size of the model is made but with `run`; then layers run one at a
-    time, and reversible ones once in a row.
+    All is for one device. Nothing of the size of the model is made but with `run`; then
+    layers run one at a time, and reversible ones once in a row.
 
     Args:
       model: the model, or the model with its loss; need not be initialised, and stays
@@ -148,6 +148,11 @@ def report(
     if run and sums and min(t.peak for t in sums if not t.problem) > memory:
         run = False
         notes.append("no layer was run, since the model is too large for the memory.")
+    if optimizer.clip_grad_norm and LAYER_BY_LAYER in modes:
+        notes.append(
+            "the optimizer clips by the norm of all gradients, which training layer by "
+            "layer does with global_norm='two_pass' or 'per_layer'."
+        )
     each = costs(found, optimizer, run)
     kept_all = sum(c.kept * v.n_times for v, c in zip(found, each, strict=True))
     errors: list[Reversal] = []
