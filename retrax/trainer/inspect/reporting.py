@@ -145,7 +145,7 @@ def report(
     found = visits(model_with_loss, sig)
     memory = psutil.virtual_memory().total if memory is None else memory
     sums = totals(model_with_loss, batch, optimizer, modes)
-    if run and sums and min(t.peak for t in sums if not t.problem) > memory:
+    if run and min((t.peak for t in sums if not t.problem), default=0) > memory:
         run = False
         notes.append("no layer was run, since the model is too large for the memory.")
     if optimizer.clip_grad_norm and LAYER_BY_LAYER in modes:
