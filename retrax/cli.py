@@ -76,6 +76,9 @@ def _parser() -> argparse.ArgumentParser:
     _add_config_flags(evaluate)
     predict = commands.add_parser("predict", help="sample from a trained run")
     _add_predict_flags(predict)
+    _add_inspect_flags(
+        commands.add_parser("inspect", help="show what a model needs to be trained")
+    )
     _add_comparing(commands)
     commands.add_parser("configs", help="list the configurations that ship")
     commands.add_parser("doctor", help="show versions, devices, memory")
@@ -144,6 +147,22 @@ def _add_predict_flags(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--seed", type=int, default=0, help="another one, another sample (default 0)"
+    )
+    _add_config_flags(parser)
+
+
+def _add_inspect_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "config_name",
+        metavar="config",
+        help="gin file: a path, or the name of one that ships",
+    )
+    parser.add_argument(
+        "--memory", help="what there is, such as 16GB; by default this machine's"
+    )
+    parser.add_argument("--picture", help="PNG or SVG file for the data stack")
+    parser.add_argument(
+        "--no_run", action="store_true", help="only compile: no times, no errors"
     )
     _add_config_flags(parser)
 

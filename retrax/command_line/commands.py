@@ -14,7 +14,15 @@ import tempfile
 from typing import Any
 
 import retrax
-from retrax.command_line import compare, configs, plot, predict, runs, verify_resume
+from retrax.command_line import (
+    compare,
+    configs,
+    inspect,
+    plot,
+    predict,
+    runs,
+    verify_resume,
+)
 from retrax.errors import ConfigError
 from retrax.trainer.checkpointer import NotSaved
 from retrax.trainer.interrupts import Interrupted
@@ -36,6 +44,7 @@ def run(args: argparse.Namespace) -> int:
         "train": _train,
         "eval": _eval,
         "predict": predict.run,
+        "inspect": inspect.run,
         "runs": runs.run,
         "plot": plot.run,
         "compare": compare.run,

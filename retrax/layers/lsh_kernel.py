@@ -28,6 +28,8 @@ __all__ = [
 # nothing beside any other, and far above what is hidden.
 SELF_SCORE = -1e5
 _HIDDEN = -1e9
+# Scores computed at a time for one head: 1 MiB in float32.
+_PAIRS = 2**18
 
 
 class Windows(NamedTuple):
@@ -83,12 +85,15 @@ def chunked_attention(
     m, n_chunks = _chunks(length, windows)
     q, k, v, seen = (_padded(x, n_chunks * m) for x in (q, k, v, seen))
     idx = jnp.arange(n_chunks * m).reshape(n_chunks, m)
-    key_idx, inside = _neighbours(idx, windows)
-    allowed = inside[:, None] & seen[key_idx][:, None]
-    if windows.causal:
-        allowed = allowed & (key_idx[:, None] <= idx[:, :, None])
-    is_self = idx[:, :, None] == key_idx[:, None] if exclude_self else None
-    y, _ = _attend(q[idx], k[key_idx], v[key_idx], allowed, is_self, None, dropout, rng)
+
+    def masks(idx: Any, key_idx: Any, inside: Any) -> tuple[Any, Any, Any]:
+        allowed = inside[:, None] & seen[key_idx][:, None]
+        if windows.causal:
+            allowed = allowed & (key_idx[:, None] <= idx[:, :, None])
+        is_self = idx[:, :, None] == key_idx[:, None] if exclude_self else None
+        return allowed, is_self, None
+
+    y, _ = _attend_in_order(q[idx], k[idx], v[idx], idx, masks, windows, dropout, rng)
     return y.reshape(n_chunks * m, -1)[:length].astype(q.dtype)
 
 
@@ -177,26 +182,25 @@ def lsh_attention(
     together = _together(buckets, slots, windows, m)
 
     def one_round(r: Any) -> tuple[Any, Any]:
+        def masks(idx: Any, key_idx: Any, inside: Any) -> tuple[Any, Any, Any]:
+            mine = inside[:, None] & seen[key_idx][:, None]
+            is_self = idx[:, :, None] == key_idx[:, None]
+            offset = None
+            if n_hashes > 1:
+                n_times = _count(lambda i: together(i, idx, key_idx), n_hashes)
+                dtype = jnp.promote_types(q.dtype, jnp.float32)
+                offset = -jnp.log(jnp.maximum(n_times, 1).astype(dtype))
+            return together(r, idx, key_idx) & mine, is_self, offset
+
         idx = order[r].reshape(n_chunks, m)
-        key_idx, inside = _neighbours(idx, windows)
-        allowed = together(r, idx, key_idx) & inside[:, None] & seen[key_idx][:, None]
-        is_self = idx[:, :, None] == key_idx[:, None]
-        offset = None
-        if n_hashes > 1:
-            n_times = _count(lambda i: together(i, idx, key_idx), n_hashes)
-            dtype = jnp.promote_types(q.dtype, jnp.float32)
-            offset = -jnp.log(jnp.maximum(n_times, 1).astype(dtype))
         key = None if rng is None else jax.random.fold_in(rng, r)
-        y, total = _attend(
-            q[idx], k[key_idx], v[key_idx], allowed, is_self, offset, dropout, key
+        y, total = _attend_in_order(
+            q[idx], k[idx], v[idx], idx, masks, windows, dropout, key
         )
         back = slots[r]
         return y.reshape(n_chunks * m, -1)[back], total.reshape(-1)[back]
 
-    # Without the checkpoint the backward pass would keep the scores of all rounds.
-    ys, totals = jax.lax.map(
-        jax.checkpoint(one_round, prevent_cse=False), jnp.arange(n_hashes)
-    )
+    ys, totals = jax.lax.map(one_round, jnp.arange(n_hashes))
     shares = jax.nn.softmax(totals, axis=0)
     y = jnp.sum(shares[..., None] * ys, axis=0)
     return y[:length].astype(q.dtype)
@@ -249,6 +253,74 @@ def _count(is_true: Callable[[Any], Any], n: int) -> Any:
     """In how many of n rounds is_true; one round in memory at a time."""
     first = is_true(0).astype(jnp.int32)
     return jax.lax.fori_loop(1, n, lambda i, total: total + is_true(i), first)
+
+
+def _attend_in_order(
+    q: Any,
+    k: Any,
+    v: Any,
+    idx: Any,
+    masks: Callable[[Any, Any, Any], tuple[Any, Any, Any]],
+    windows: Windows,
+    dropout: float,
+    rng: Any,
+) -> tuple[Any, Any]:
+    """Attends from chunks to their neighbours, some chunks at a time.
+
+    Scores of some thousand points stay near the processor, and none are kept for the
+    backward pass, which computes them again.
+
+    Args:
+      q: (n_chunks, m, d), in the order of chunks.
+      k: (n_chunks, m, d).
+      v: (n_chunks, m, d_v).
+      idx: (n_chunks, m) int, what points these are.
+      masks: makes (allowed, is_self, offset) of `_attend` from some chunks of (idx,
+        points of their neighbours, which of those there are).
+      windows: what a query sees.
+      dropout: see `_attend`, and so `rng`.
+
+    Returns:
+      (n_chunks, m, d_v) and (n_chunks, m), as `_attend`.
+    """
+    n_chunks, m = idx.shape
+    before = min(windows.n_before, n_chunks - 1)
+    after = min(windows.n_after, n_chunks - 1)
+    n_seen = before + 1 + after
+    size = min(max(_PAIRS // (m * m * n_seen), 1), n_chunks)
+    n_groups = -(-n_chunks // size)
+    key_idx, inside = _neighbours(idx, windows)
+
+    def grouped(x: Any) -> Any:
+        """(n_chunks, ...) -> (n_groups, size, ...)."""
+        x = _padded(x, n_groups * size)
+        return x.reshape((n_groups, size, *x.shape[1:]))
+
+    def with_neighbours(x: Any) -> Any:
+        """(n_chunks, ...) -> (n_groups, before + size + after, ...)."""
+        n_behind = n_groups * size - n_chunks + after
+        x = jnp.pad(x, [(before, n_behind), *[(0, 0)] * (x.ndim - 1)])
+        first = jnp.arange(n_groups)[:, None] * size
+        return x[first + jnp.arange(before + size + after)]
+
+    def seen_by_each(x: Any) -> Any:
+        """(before + size + after, m, d) -> (size, n_seen * m, d)."""
+        return jnp.concatenate([x[i : i + size] for i in range(n_seen)], axis=1)
+
+    def one_group(xs: Any) -> tuple[Any, Any]:
+        q, k, v, places, i = xs
+        key = None if rng is None else jax.random.fold_in(rng, i)
+        return _attend(
+            q, seen_by_each(k), seen_by_each(v), *masks(*places), dropout, key
+        )
+
+    places = tuple(map(grouped, (idx, key_idx, inside)))
+    xs = (grouped(q), *map(with_neighbours, (k, v)), places, jnp.arange(n_groups))
+    y, total = jax.lax.map(jax.checkpoint(one_group, prevent_cse=False), xs)
+    return (
+        y.reshape((n_groups * size, *y.shape[2:]))[:n_chunks],
+        total.reshape((n_groups * size, m))[:n_chunks],
+    )
 
 
 def _attend(

@@ -16,6 +16,8 @@ from retrax.models.bert import (
 from retrax.models.decoder_lm import DecoderLM
 from retrax.models.mlp import MLP
 from retrax.models.neural_gpu import NeuralGPU
+from retrax.models.reformer import ReformerLM, ReformerShortenLM
+from retrax.models.reformer_encdec import Reformer, Reformer2
 from retrax.models.resnet import ConvNet, Resnet50, WideResnet
 from retrax.models.rnn import GRULM, RNNLM, LSTMSeq2SeqAttn
 from retrax.models.transformer import (
@@ -41,6 +43,10 @@ __all__ = [
     "MaskedLM",
     "NeuralGPU",
     "RNNLM",
+    "Reformer",
+    "Reformer2",
+    "ReformerLM",
+    "ReformerShortenLM",
     "Resnet50",
     "Transformer",
     "TransformerDecoder",

@@ -38,6 +38,7 @@ def DecoderLM(
     scan_layers: bool = False,
     remat: bool = False,
     tie_embeddings: bool = False,
+    reversible: bool = False,
 ) -> tl.Layer:
     """Returns a decoder with RMSNorm, rotary positions, SwiGLU and grouped queries.
 
@@ -72,6 +73,10 @@ def DecoderLM(
         keeping what is inside them.
       tie_embeddings: makes logits by the weights of the embedding, see `TiedEmbedding`,
         which saves vocab_size * d_model of them.
+      reversible: lets attention and feed-forward parts work on two streams in turn, as
+        in a Reformer (arXiv 2001.04451, section 3), so that the activations kept for
+        the backward pass do not grow with depth. Weights are alike in number and
+        shape, but not in what they mean.
 
     Raises:
       ValueError: sizes or options do not fit; says which.
@@ -88,6 +93,8 @@ def DecoderLM(
         raise ValueError(f"positions must be one of {_POSITIONS}, got {positions!r}.")
     if remat and not scan_layers:
         raise ValueError("remat=True needs scan_layers=True, got scan_layers=False.")
+    if remat and reversible:
+        raise ValueError("reversible=True keeps nothing that remat=True could save.")
     if d_ff is None:
         d_ff = -(-8 * d_model // (3 * 64)) * 64
     rotary = tl.RotaryPositions(rotary_base) if positions == "rotary" else False
@@ -108,9 +115,14 @@ def DecoderLM(
             position_bias=tl.AlibiBias(n_heads) if positions == "alibi" else None,
             chunk=attention_chunk,
         )
+        parts = [
+            [norm(), attention, drop()],
+            [norm(), feed_forward(d_ff), drop()],
+        ]
+        if not reversible:
+            return [tl.Residual(*part) for part in parts]
         return [
-            tl.Residual(norm(), attention, drop()),
-            tl.Residual(norm(), feed_forward(d_ff), drop()),
+            [tl.ReversibleHalfResidual(*part), tl.ReversibleSwap()] for part in parts
         ]
 
     if tie_embeddings:
@@ -122,7 +134,9 @@ def DecoderLM(
         tl.ShiftRight(mode=mode),
         embedding,
         drop(),
+        tl.Dup() if reversible else None,
         repeated(block, n_layers, scan_layers, remat),
+        tl.Add() if reversible else None,
         norm(),
         last,
     )

@@ -180,8 +180,10 @@ class BlockStep:
             unit = self._units[i]
             if unit.kind == "loss":
                 n_out, inputs = len(stack), stack
-                xs = (tuple(stack), tuple(self._wanted), self._mask)
-                _, new_grads = visit(i, values, xs)
+                # Without a name of its own, which would keep it to the end.
+                _, new_grads = visit(
+                    i, values, (tuple(stack), tuple(self._wanted), self._mask)
+                )
             else:
                 inputs, new_grads, n_out = self._back(i, values, stack, grads, visit)
             if slots and i < n:

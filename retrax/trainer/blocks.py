@@ -30,6 +30,7 @@ __all__ = [
     "assembled",
     "extract_reversible_blocks",
     "init_reversible_blocks",
+    "places",
 ]
 
 
@@ -158,13 +159,13 @@ def extract_reversible_blocks(
         raise ValueError(f"loss_chunk_size must be 0 or more, got {loss_chunk_size}.")
     flat = ensure_layers([layers], "extract_reversible_blocks")
     model = flat[0] if len(flat) == 1 else Serial(flat)
-    places, unused = _places(model, "", (), True)
-    _refuse_shared(places)
-    groups = _grouped(places)
+    found, unused = _places(model, "", (), True)
+    _refuse_shared(found)
+    groups = _grouped(found)
     if not groups or groups[-1][0]:
         raise ValueError(
             "The final layer must be a standard loss, not reversible: got "
-            f"{places[-1].layer.name if places else 'no layer'}. Pass [model, loss]."
+            f"{found[-1].layer.name if found else 'no layer'}. Pass [model, loss]."
         )
     blocks: list[tuple[list[Layer], list[Layer]]] = []
     units: list[Unit] = []
@@ -177,6 +178,14 @@ def extract_reversible_blocks(
     units.append(Unit("loss", tuple(tail), int(loss_chunk_size)))
     loss = tail[0].layer if len(tail) == 1 else Serial([p.layer for p in tail])
     return ReversibleBlocks(blocks, model, units, unused), loss
+
+
+def places(model: Layer) -> list[Place]:
+    """Returns the layers that a model runs one after another, in order.
+
+    Serials are looked into at any depth, and a Repeat is taken as its single blocks.
+    """
+    return _places(model, "", (), True)[0]
 
 
 def _grouped(places: Sequence[Place]) -> list[tuple[bool, list[Place]]]:

@@ -7,6 +7,7 @@ it; a custom experiment overrides `loss`, `gradients`, `update` or `metrics`.
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import jax
@@ -20,6 +21,7 @@ from retrax.layers.base import Layer
 from retrax.layers.running import MEMORY_MODES, batch_context, memory_context
 from retrax.optimizers import l2_norm
 from retrax.optimizers.base import Optimizer
+from retrax.shapes import signature
 from retrax.trainer.devices import Devices
 from retrax.trainer.lender import Lender
 from retrax.trainer.loss_scale import LossScale
@@ -186,19 +188,6 @@ class StepTrainer(Lender):
             out = cut_rows(out, batch[0].shape[0])
         return out["loss"], out
 
-    def lower(self, batch: tuple[Any, ...]) -> Any:
-        """Returns the step for such a batch, lowered but not compiled, on one device.
-
-        `lower(batch).compile().memory_analysis()` says what a step needs.
-        """
-        carry = self.carry
-        if self.devices.n > 1:
-            raise ConfigError("a step is lowered for one device: set n_devices=1.")
-        fn = self._compiled.get(True) or self._compile(split=True)
-        shared = (self._opt_params, jax.random.key(0), np.int32(1))
-        packed = self._packing.pack(carry) if self._packing else carry
-        return fn.lower(packed, shared, (tuple(batch), None))
-
     def loss(self, weights: Any, state: Any, rng: Any, batch: Any) -> tuple[Any, Aux]:
         """Computes the loss of a batch, or of this device's part of it."""
         loss, new_state, emitted = self.policy.run_loss(
@@ -319,7 +308,7 @@ class StepTrainer(Lender):
         mask = layer_tree.trainable_list(self._model, weights)
         trained = trees.partition(weights, mask)[0]
         if self._carry is None:
-            slots, opt_params = self._optimizer.tree_init(trained)
+            slots, opt_params = self._new_slots(trained)
             self._opt_params = {k: jnp.asarray(v) for k, v in opt_params.items()}
             placed = self._place(weights, mask, slots)
             slots = self.devices.put(slots, placed.slots)
@@ -364,10 +353,53 @@ class StepTrainer(Lender):
 
     # --- Compiling --------------------------------------------------------------------
 
+    def lowered(self, batch_signature: Any) -> Any:
+        """Returns the step lowered for XLA, without any values.
+
+        It is what `one_step` compiles for a batch that divides over the devices; the
+        trainer need hold no weights for it.
+
+        Args:
+          batch_signature: shapes and dtypes of the parts of a batch.
+        """
+        batch = tuple(map(_struct, batch_signature))
+        self._check_batch(batch)
+        carry, opt_params = jax.eval_shape(self._first_carry, batch)
+        packing = Packing(carry, _kind) if Packing.suits(carry) else None
+        fn = self._step_fn(carry.weights, carry.state, packing)
+        if packing:
+            carry = jax.eval_shape(packing.pack, carry)
+        key = jax.eval_shape(lambda: jax.random.key(0))
+        shared = (opt_params, key, jax.ShapeDtypeStruct((), np.int32))
+        return self.devices.compile(fn).lower(carry, shared, (batch, None))
+
+    def _first_carry(self, batch: Any) -> tuple[Carry, Any]:
+        """Makes (carry, hyper-parameters) as they are before the first step."""
+        sig = signature(batch[0] if len(batch) == 1 else batch)
+        weights, state = self._model.init(sig, jax.random.key(0))
+        mask = layer_tree.trainable_list(self._model, weights)
+        trained = trees.partition(weights, mask)[0]
+        slots, opt_params = self._new_slots(trained)
+        norm, scale = l2_norm(trained), self._first_loss_scale
+        carry = Carry(weights, state, slots, jnp.int32(0), norm, scale)
+        return carry, jax.tree.map(jnp.asarray, opt_params)
+
+    def _new_slots(self, trained: Any) -> tuple[Any, Any]:
+        """Makes (slots, hyper-parameters)."""
+        # By a copy, since an optimizer holds the slots that it made last: a second set
+        # would take memory for as long as the trainer lives.
+        return copy.copy(self._optimizer).tree_init(trained)
+
     def _compile(self, split: bool) -> Any:
-        weights, state = self._unpacked()[:2]
+        fn = self._step_fn(*self._unpacked()[:2], self._packing)
+        self._compiled[split] = self.devices.compile(
+            fn, split=split, placement=self._placement
+        )
+        return self._compiled[split]
+
+    def _step_fn(self, weights: Any, state: Any, packing: Packing | None) -> Any:
+        """Makes what is compiled, for weights and state of such structure."""
         syncs = layer_tree.state_sync_list(self._model, state)
-        packing = self._packing
         update = build_update(
             self._masked_gradients,
             self.update,
@@ -378,11 +410,7 @@ class StepTrainer(Lender):
             self._skip_nonfinite,
             packed=packing is not None,
         )
-        fn = packing.over(update) if packing else update
-        self._compiled[split] = self.devices.compile(
-            fn, split=split, placement=self._placement
-        )
-        return self._compiled[split]
+        return packing.over(update) if packing else update
 
     def _masked_gradients(
         self, weights: Any, state: Any, rng: Any, batch: Any, mask: Any
@@ -462,3 +490,7 @@ def _kind(path: tuple[Any, ...]) -> Any:
     """Which leaves of a carry lie together: all weights, all first slots, ..."""
     field, *rest = path
     return (field, *rest[1:]) if field.name == "slots" else field
+
+
+def _struct(x: Any) -> Any:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype)

@@ -7,6 +7,7 @@ import pytest
 
 from retrax import layers as tl
 from retrax.errors import LayerError
+from retrax.layers import lsh_kernel
 from retrax.layers.lsh_attention import buckets_for
 from retrax.layers.lsh_kernel import (
     Windows,
@@ -375,3 +376,31 @@ def test_keys_of_queries():
     np.testing.assert_allclose(
         keys_of_queries(q), [[3 / 12.5**0.5, 4 / 12.5**0.5], [0, 0]], rtol=1e-6
     )
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_some_chunks_at_a_time_are_all_at_once(causal, monkeypatch):
+    """Values and gradients, hashed and in a row; groups do not come out even."""
+    rng = np.random.default_rng(0)
+    q, v = rng.normal(size=(2, 37, 4)).astype(np.float32)
+    seen = rng.uniform(size=37) < 0.8
+    windows = Windows(4, 2, 0 if causal else 1, causal)
+    rotations = new_rotations(KEY, 2, 4, (4,))
+
+    def loss(q, v):
+        if causal:
+            y = lsh_attention(q, v, seen, rotations, (4,), windows)
+        else:
+            y = chunked_attention(q, q, v, seen, windows, exclude_self=True)
+        return jnp.sum(jnp.sin(y)), y
+
+    found = []
+    for pairs in (2**18, 150):  # All 10 chunks; 3 at a time (2 if not causal).
+        monkeypatch.setattr(lsh_kernel, "_PAIRS", pairs)
+        value_and_grad = jax.value_and_grad(loss, (0, 1), has_aux=True)
+        jaxpr = str(jax.make_jaxpr(value_and_grad)(q, v))
+        n_groups = 1 if pairs > 150 else -(-10 // (150 // (16 * (3 if causal else 4))))
+        assert f"length={n_groups}" in jaxpr
+        found.append(jax.tree.leaves(jax.jit(value_and_grad)(q, v)))
+    for a, b in zip(*found, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
