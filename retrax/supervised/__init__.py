@@ -2,6 +2,7 @@
 
 from retrax.supervised import (
     callbacks,
+    curriculum,
     decoding,
     latent,
     latent_layers,
@@ -18,6 +19,7 @@ __all__ = [
     "Loop",
     "TrainTask",
     "callbacks",
+    "curriculum",
     "decoding",
     "latent",
     "latent_layers",

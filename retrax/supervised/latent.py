@@ -78,6 +78,7 @@ def build_latents(
     noise_head: Callable[[Any, int], tuple[Any, Any]] | None = None,
     eps: Any = None,
     d_latent: int | None = None,
+    map_thought: Callable[[Any, int], Any] | None = None,
 ) -> Latents:
     """Builds thoughts by runs of a model, each seeing the thoughts before its own.
 
@@ -87,7 +88,7 @@ def build_latents(
 
     Args:
       forward: function of (latents, positions, active, key) that returns hidden vectors
-        (batch, length, d).
+        (batch, length, d). A row longer than that has thoughts of NaN.
       start_index: (batch,) or (batch, 1) int, number of clues s.
       levels: (batch,) or (batch, 1) int.
       n_latents: K, number of slots.
@@ -99,6 +100,8 @@ def build_latents(
         head's own weights still have theirs.
       eps: (num_passes, batch, d) float, the noise, instead of drawing it.
       d_latent: d, for the shape of thoughts if no pass is made.
+      map_thought: function of (thoughts (batch, d), slot) that replaces them, where
+        there is no noise.
 
     Raises:
       ConfigError: see `LatentConfig.passes`; or there is no head for the noise.
@@ -115,12 +118,17 @@ def build_latents(
     for j, (key, noise_key) in enumerate(keys):
         seen = full & (jnp.arange(n_latents) < j)
         hidden = forward(values, positions, seen, key)
-        z = hidden[rows, positions[:, 0] - 1 + j]
+        at = positions[:, 0] - 1 + j
+        # Past the end of a prefix that is too short there is nothing to take.
+        short = (at >= hidden.shape[1])[:, None]
+        z = jnp.where(short, jnp.nan, hidden[rows, at])
         if config.trunc and j < passes - config.trunc:
             z = jax.lax.stop_gradient(z)
         if config.noise:
             noise = None if eps is None else eps[j]
             z, sigma = _noisy(z, j, noise_head, noise, noise_key)
+        elif map_thought is not None:
+            z = map_thought(z, j)
         if j == 0:
             values = jnp.zeros((*positions.shape, z.shape[-1]), hidden.dtype)
         values = values.at[:, j].set(z.astype(values.dtype))

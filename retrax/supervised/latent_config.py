@@ -27,6 +27,9 @@ class LatentConfig:
         for one for each slot.
       mode: which slots a row may use: 'level': as many as its level says; 'depth': as
         many as there are passes.
+      prefix_length: tokens that thoughts are built from, at least those of the clues
+        and placeholders of each puzzle; None for the whole sequence. They see nothing
+        of what comes later, so a shorter prefix only saves time.
       trunc: gradients go back through so many of the last passes; 0 for all.
       noise: whether thoughts are random; needs a model with a noise head.
       n_draws: with noise, how many draws each batch is computed for.
@@ -49,6 +52,7 @@ class LatentConfig:
 
     num_passes: int | None = None
     mode: str = "level"
+    prefix_length: int | None = None
     trunc: int = 0
     noise: bool = False
     n_draws: int = 1
@@ -77,8 +81,10 @@ class LatentConfig:
         for name, value in counts.items():
             if value < 0:
                 raise ConfigError(f"{name} must not be negative, got {value}.")
-        if self.n_draws < 1:
-            raise ConfigError(f"n_draws must be at least 1, got {self.n_draws}.")
+        positive = {"n_draws": self.n_draws, "prefix_length": self.prefix_length}
+        for name, value in positive.items():
+            if value is not None and value < 1:
+                raise ConfigError(f"{name} must be at least 1, got {value}.")
 
     def passes(self, n_latents: int) -> int:
         """Returns the number of passes for a model of so many slots.

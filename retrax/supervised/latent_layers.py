@@ -98,9 +98,19 @@ class LatentThoughts(Layer):
         return dataclasses.replace(self._config, **_SETTINGS.get())
 
     @property
+    def base_config(self) -> LatentConfig:
+        """The settings as they were given."""
+        return self._config
+
+    @property
     def model(self) -> Layer:
         """The model."""
         return self.sublayers[0]
+
+    @property
+    def has_noise_head(self) -> bool:
+        """Whether the model is one with a noise head."""
+        return self._has_noise_head
 
     def init_weights_and_state(self, input_signature: Any) -> None:
         """Initialises the model."""
@@ -122,12 +132,13 @@ class LatentThoughts(Layer):
         """Thinks, then answers."""
         tokens, _, start_index, level, candidates = inputs
         config, n_latents = self.config, candidates.shape[1]
-        run, head = self._parts()
+        run, head = self.parts(self.weights, self.state)
         ids = tokens[:, :-1]
+        prefix = ids[:, : config.prefix_length]
 
         def answer(build_key: Any, read_key: Any) -> Any:
             latents = build_latents(
-                lambda *args: run(ids, *args)[1],
+                lambda *args: run(prefix, *args)[1],
                 start_index,
                 level,
                 n_latents,
@@ -152,9 +163,20 @@ class LatentThoughts(Layer):
             logits, cand = logits[None], cand[None]
         return logits, cand, sigma, tokens, start_index, level, candidates
 
-    def _parts(self) -> tuple[Callable[..., Any], Callable[..., Any] | None]:
-        """Returns the model, and its noise head if it has one, as pure functions."""
-        model, weights, state = self.model, self.weights[0], self.state[0]
+    def parts(
+        self, weights: Any, state: Any
+    ) -> tuple[Callable[..., Any], Callable[..., Any] | None]:
+        """Returns the model, and its noise head if it has one, as pure functions.
+
+        Args:
+          weights: weights of this layer.
+          state: its state.
+
+        Returns:
+          (run, head): run(ids, latents, positions, active, key) -> (logits, hidden,
+          cand_logits), and head(thoughts: (batch, d), slot) -> (mu, log_sigma) or None.
+        """
+        model, weights, state = self.model, weights[0], state[0]
         head = None
         if self._has_noise_head:
             head = _head_fn(model.sublayers[1], weights[1], state[1])
@@ -172,8 +194,8 @@ class LatentThoughtLoss(Layer):
     """The loss of a model that thinks, see `loss_terms`.
 
     Takes what `LatentThoughts` gives; gives () float32. Emits 'ce_loss', 'aux_loss',
-    'leak_loss' and 'latent_sigma' for the log, each with its weight, and the number of
-    supervised tokens as 'weight'. On several devices each term is divided by what all
+    'leak_loss' and 'latent_sigma' for the log, and the number of supervised tokens as
+    'weight'. On several devices each term is divided by what all
     of them count, so that two devices give the numbers of one.
     """
 
@@ -220,24 +242,16 @@ class LatentThoughtLoss(Layer):
         def over_devices(x: Any) -> Any:
             return x if axis is None else jax.lax.psum(jax.lax.stop_gradient(x), axis)
 
-        # What is reported is weighed by this device's share of what all devices count,
-        # so that it must be divided by that share first.
-        def whole(part: Any, count: Any) -> Any:
-            if axis is None:
-                return part
-            return part * (over_devices(count) / jnp.maximum(count, 1))
-
+        # Reports are weighed by this device's share of all supervised tokens, so its
+        # part of the whole is divided by that share first.
+        count = sums.n_tokens
+        scale = 1.0 if axis is None else over_devices(count) / jnp.maximum(count, 1)
         parts = joined(sums, config, over_devices)
-        counts = {
-            "ce_loss": sums.n_tokens,
-            "aux_loss": sums.n_slots,
-            "leak_loss": sums.n_values,
-        }
-        for name, count in counts.items():
-            emit(name, (whole(parts[name], count), count))
-        emit("latent_sigma", (sigma, sums.n_tokens))
-        emit("weight", sums.n_tokens)
-        return whole(parts["total"], sums.n_tokens)
+        for name in ("ce_loss", "aux_loss", "leak_loss"):
+            emit(name, (parts[name] * scale, count))
+        emit("latent_sigma", (sigma, count))
+        emit("weight", count)
+        return parts["total"] * scale
 
 
 def _head_fn(head: Layer, weights: Any, state: Any) -> Callable[..., Any]:
