@@ -1,4 +1,4 @@
-"""Computes the loss vectors on two CPU devices, and saves what came out.
+"""Computes the loss vectors on two CPU devices, trains, and saves what came out.
 
 Usage: latent_devices_run.py OUTPUT.json
 
@@ -68,15 +68,50 @@ def losses_of(vectors, inputs):
     return devices.compile(run)((), (), (batch, mask))[1]
 
 
+def trained():
+    """Reports and weights after a joint step of 3 rows, on one device and on two."""
+    import jax
+
+    from retrax import models, optimizers
+    from retrax.data.sudoku import SudokuDataset, generate
+    from retrax.layers import Serial
+    from retrax.shapes import signature
+    from retrax.supervised.latent_config import LatentConfig
+    from retrax.supervised.latent_layers import LatentThoughtLoss, LatentThoughts
+    from retrax.supervised.latent_step import LatentStepTrainer, StepPlan
+
+    config = LatentConfig(leak_weight=0.5, delta_bg=0.3)
+    lm = models.LatentTransformerLM(4, 2, 8, 8, 1, 2, dropout=0.0)
+    whole = Serial(LatentThoughts(lm, config), LatentThoughtLoss(config))
+    batch = next(SudokuDataset(generate(3, 2, (4, 7), seed=2), 3, 2))
+    whole.init(signature(batch), rng=jax.random.key(0))
+    first = jax.tree.map(np.array, whole.weights)
+    tokens = np.stack([batch[0], batch[0][::-1]], axis=1)
+    found = []
+    for n_devices in (1, 2):
+        whole.weights = first
+        trainer = LatentStepTrainer(whole, optimizers.SGD(0.1), n_devices=n_devices)
+        trainer.plan = StepPlan((0, 1))
+        _, stats = trainer.one_step((tokens, *batch[1:]), jax.random.key(1))
+        names = ("loss", "ce_loss", "aux_loss", "leak_loss", "gradients_l2")
+        leaves = [np.ravel(w) for w in jax.tree.leaves(trainer.weights)]
+        reports = [float(stats[name]) for name in names]
+        found.append(reports + np.concatenate(leaves).tolist())
+    return found
+
+
 def main():
+    import jax
+
+    jax.config.update("jax_disable_most_optimizations", True)
     vectors = load("latent_vectors")
     found = {}
     for inputs in vectors.VECTORS["inputs"]:
         found |= losses_of(vectors, inputs)
     named = {n: {k: float(v) for k, v in x.items()} for n, x in found.items()}
+    named["trained"] = trained()
     Path(sys.argv[1]).write_text(json.dumps(named))
 
 
 if __name__ == "__main__":
-    np.seterr(all="raise")
     main()

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 SCRIPT = Path(__file__).with_name("latent_devices_run.py")
@@ -43,3 +44,9 @@ def test_two_devices_compute_the_loss_of_the_vectors(found, name):
     assert abs(got["norm"] - expected["dtotal_dlogits_l2"]) < 1e-5
     for key in ("total", "ce_loss", "aux_loss", "leak_loss"):
         assert abs(got[key] - expected[key]) < 1e-5, key
+
+
+def test_two_devices_train_as_one_also_where_rows_do_not_divide(found):
+    one, two = np.array(found["trained"][0]), np.array(found["trained"][1])
+    np.testing.assert_allclose(two, one, rtol=2e-5, atol=2e-6)
+    assert (one[:5] > 1e-2).all()
