@@ -1,14 +1,16 @@
 """CurriculumTrainer: stages, the gate, joint steps, resume, evaluation, the picture."""
 
 import functools
+import json
 import shutil
 
+import gin
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from retrax import data, models, optimizers
+from retrax import cli, data, models, optimizers
 from retrax.data.sudoku import SudokuDataset, generate, stages
 from retrax.errors import ConfigError, DataError
 from retrax.shapes import signature
@@ -463,3 +465,31 @@ def test_decoding_can_be_given_the_first_token(evaluated):
         assert (out[rows, base] == first).all()
         for i in range(6):
             np.testing.assert_array_equal(out[i, : base[i]], tokens[i, : base[i]])
+
+
+def test_the_shipped_configuration_trains_from_the_command_line(tmp_path):
+    small = [
+        "sudoku.n_train = 80",
+        "sudoku.n_eval = 4",
+        "sudoku.batch_size = 4",
+        "sudoku.n_latents = 1",
+        "LatentTransformerLM.n_latents = 1",
+        "LatentTransformerLM.d_model = 8",
+        "LatentTransformerLM.d_ff = 8",
+        "LatentTransformerLM.n_layers = 1",
+        "LatentTransformerLM.n_heads = 2",
+        "train.steps = 2",
+        "train.eval_frequency = None",
+    ]
+    arguments = [f"--config={line}" for line in small]
+    run = tmp_path / "run"
+    command = ["train", "--config_file=sudoku4_latent.gin", f"--output_dir={run}"]
+    try:
+        assert cli.main([*command, *arguments]) == 0
+    finally:
+        gin.clear_config()
+    last = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
+    assert last["step"] == 2 and 0 <= last["training/cells/zeroed"] <= 1
+    written = {path.name for path in run.iterdir()}
+    assert {"thoughts.png", "highest_solved.pkl", "curves.png"} <= written
+    assert "CurriculumTrainer.replay_share = 0.1" in (run / "config.gin").read_text()
