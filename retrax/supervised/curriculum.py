@@ -19,7 +19,7 @@ import numpy as np
 from retrax.data.inputs import Inputs
 from retrax.data.sudoku import instance_tokens
 from retrax.data.sudoku_draws import Draws
-from retrax.errors import ConfigError
+from retrax.errors import ConfigError, DataError
 from retrax.layers.base import Layer
 from retrax.optimizers.base import Optimizer
 from retrax.supervised.curriculum_parts import (
@@ -53,6 +53,10 @@ class CurriculumTrainer(Trainer):
     what it finds to the log: 'solved', 'cell_accuracy', 'value_accuracy', 'excess' and
     'stage' as metrics, all else of `latent_evaluation.Report` under 'training/'.
     `thoughts.png` in the output directory shows a puzzle being solved.
+
+    Points to override, beside those of `Trainer`:
+      plan(step): what a step trains.
+      instances(batch, step, plan): the batch it trains on.
     """
 
     def __init__(
@@ -124,7 +128,8 @@ class CurriculumTrainer(Trainer):
         self._beams, self._ablate = tuple(beams), ablate
         self._draws_thoughts = draws_thoughts
         self._instance_seed = 0 if random_seed is None else random_seed
-        self.curriculum = Curriculum(check_count("first_stage", first_stage))
+        first_stage = check_count("first_stage", first_stage)
+        self.curriculum = Curriculum(first_stage, decodes=1 in self._beams)
         given = callbacks if isinstance(callbacks, (list, tuple)) else [callbacks]
         given = [callback for callback in given if callback is not None]
         thoughts: Any = made_model(model, "eval")
@@ -236,8 +241,20 @@ class CurriculumTrainer(Trainer):
     # --- Evaluation -------------------------------------------------------------------
 
     def evaluate(self, n_eval_steps: int | None) -> None:
-        """Measures how far the model has come, and goes on if it passes the gate."""
+        """Measures how far the model has come, and goes on if it passes the gate.
+
+        Args:
+          n_eval_steps: at most so many batches of held-out puzzles; None means all.
+
+        Raises:
+          DataError: all were asked for of a stream that never ends.
+        """
         stream = self._inputs.eval_stream(self.n_devices)
+        if n_eval_steps is None and stream.is_endless:
+            raise DataError(
+                "the evaluation data never ends: say how many batches to take "
+                "(train.eval_steps), or make it a finite pass (repeat=False)."
+            )
         batches = list(stream if n_eval_steps is None else stream.take(n_eval_steps))
         weights, state = self.model_weights, self.model_state
         gates = range(min(self.stage + 1, self.n_latents))

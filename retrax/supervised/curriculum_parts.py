@@ -38,7 +38,8 @@ class Curriculum(Callback):
       n_passed: evaluations in a row that passed the gate.
     """
 
-    def __init__(self, stage: int = 0) -> None:
+    def __init__(self, stage: int = 0, decodes: bool = True) -> None:
+        self._decodes = decodes
         self.stage, self.begun_at, self.n_passed = stage, 0, 0
 
     def begin(self, stage: int, step: int) -> None:
@@ -47,7 +48,8 @@ class Curriculum(Callback):
 
     def added_metrics(self, names: Sequence[str]) -> list[str]:
         """Names what `CurriculumTrainer` measures beside the metrics of layers."""
-        more = ("value_accuracy", "solved", "cell_accuracy", "excess", "stage")
+        more = ["value_accuracy", "excess", "stage"]
+        more += ["solved", "cell_accuracy"] if self._decodes else []
         return [name for name in more if name not in names]
 
     def state(self) -> dict[str, Any]:

@@ -157,6 +157,13 @@ def test_the_gate_wants_enough_steps_and_evaluations_in_a_row(trainer, monkeypat
     trainer.curriculum.begin(0, 0)
 
 
+def test_evaluation_data_must_end(trainer, monkeypatch):
+    endless = data.Inputs(SudokuDataset(PUZZLES, 4, K))
+    monkeypatch.setattr(trainer, "_inputs", endless)
+    with pytest.raises(DataError, match="the evaluation data never ends"):
+        trainer.evaluate(None)
+
+
 @pytest.mark.parametrize("stage", [-1, 3])
 def test_a_stage_beyond_the_last_is_refused(trainer, stage):
     with pytest.raises(ConfigError, match=f"stage {stage} is beyond the last: with 2"):
@@ -169,6 +176,11 @@ def test_a_stage_beyond_the_last_is_refused(trainer, stage):
         (dict(replay_share=0.7, mix_share=0.7), ConfigError, "got 0.7 and 0.7"),
         (dict(patience=0), ConfigError, "patience must be at least 1, got 0"),
         (dict(max_steps=3, min_steps=4), ConfigError, "max_steps must be at least 4"),
+        (
+            dict(checkpoint_highest="solved"),  # Nothing is decoded here.
+            ConfigError,
+            "checkpoint_highest='solved' is no metric of this run",
+        ),
         (
             dict(config=LatentConfig(aux_weight=0.0), replay_share=0.1),
             ConfigError,
