@@ -23,14 +23,16 @@ def pytest_unconfigure():
 
 
 def pytest_runtest_setup(item):
-    """Compiles without optimizations in tests/properties: quick compiling will do.
+    """Compiles without optimizations where quick compiling will do.
 
-    What was compiled otherwise is forgotten: results of both kinds differ in the last
-    bit, and some tests ask for equal bits.
+    That is in tests/properties, and in modules that say COMPILES_QUICKLY = True. What
+    was compiled otherwise is forgotten: results of both kinds differ in the last bit,
+    and some tests ask for equal bits.
     """
     import jax
 
     quickly = "properties" in item.path.parts
+    quickly = quickly or getattr(item.module, "COMPILES_QUICKLY", False)
     if quickly != getattr(item.session, "compiles_quickly", False):
         item.session.compiles_quickly = quickly
         jax.config.update("jax_disable_most_optimizations", quickly)

@@ -32,6 +32,9 @@ _PACKAGES = (
     "retrax.supervised.trainer_lib",
     "retrax.supervised.training",
     "retrax.supervised.callbacks",
+    "retrax.supervised.latent_config",
+    "retrax.supervised.latent_layers",
+    "retrax.supervised.curriculum",
 )
 
 

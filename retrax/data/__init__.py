@@ -43,6 +43,7 @@ from retrax.data.pipeline import (
 from retrax.data.prefetch import PrefetchStream
 from retrax.data.sources import GeneratorStream, ListStream, as_stream
 from retrax.data.streams import Stream, as_batch, peek
+from retrax.data.sudoku import SudokuDataset, read_puzzles, sudoku
 from retrax.data.synthetic import (
     addition_inputs,
     random_inputs,
@@ -82,6 +83,7 @@ __all__ = [
     "Serial",
     "Shuffle",
     "Stream",
+    "SudokuDataset",
     "TruncateToLength",
     "UnBatch",
     "add_loss_weights",
@@ -102,6 +104,7 @@ __all__ = [
     "pad_to_max_dims",
     "peek",
     "random_inputs",
+    "read_puzzles",
     "reverse_task",
     "sequence_copy_inputs",
     "shakespeare",
@@ -109,4 +112,5 @@ __all__ = [
     "shuffle",
     "sine_inputs",
     "sort_task",
+    "sudoku",
 ]

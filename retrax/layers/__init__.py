@@ -128,6 +128,7 @@ from retrax.layers.initializers import (
     RandomUniformInitializer,
     ScaledInitializer,
 )
+from retrax.layers.latents import InjectLatents, LatentNoise, TakePositions
 from retrax.layers.legacy_metrics import (
     Accuracy,
     BinaryCrossEntropyLoss,
@@ -286,6 +287,7 @@ __all__ = [
     "HardTanh",
     "InfinitePositionalEncoding",
     "InitializerFromFile",
+    "InjectLatents",
     "InnerSRUCell",
     "KaimingNormalInitializer",
     "KaimingUniformInitializer",
@@ -294,6 +296,7 @@ __all__ = [
     "LSTMCell",
     "Layer",
     "LayerError",
+    "LatentNoise",
     "LayerNorm",
     "LeCunNormalInitializer",
     "LeCunUniformInitializer",
@@ -370,6 +373,7 @@ __all__ = [
     "Swap",
     "SwiGLU",
     "Swish",
+    "TakePositions",
     "Tanh",
     "ThresholdToBinary",
     "ThresholdedLinearUnit",

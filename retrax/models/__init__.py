@@ -14,6 +14,7 @@ from retrax.models.bert import (
     MaskedLM,
 )
 from retrax.models.decoder_lm import DecoderLM
+from retrax.models.latent_transformer import LatentTransformerLM
 from retrax.models.mlp import MLP
 from retrax.models.neural_gpu import NeuralGPU
 from retrax.models.reformer import ReformerLM, ReformerShortenLM
@@ -39,6 +40,7 @@ __all__ = [
     "DecoderLM",
     "GRULM",
     "LSTMSeq2SeqAttn",
+    "LatentTransformerLM",
     "MLP",
     "MaskedLM",
     "NeuralGPU",

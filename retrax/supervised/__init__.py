@@ -2,7 +2,11 @@
 
 from retrax.supervised import (
     callbacks,
+    curriculum,
     decoding,
+    latent,
+    latent_layers,
+    latent_losses,
     lr_schedules,
     trainer_lib,
     training,
@@ -15,7 +19,11 @@ __all__ = [
     "Loop",
     "TrainTask",
     "callbacks",
+    "curriculum",
     "decoding",
+    "latent",
+    "latent_layers",
+    "latent_losses",
     "lr_schedules",
     "train",
     "trainer_lib",

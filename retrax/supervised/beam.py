@@ -15,7 +15,7 @@ from retrax.layers.base import Layer
 from retrax.supervised.cached_model import run, start_state
 from retrax.supervised.sampling import PAD_ID, ban_eos
 
-__all__ = ["Axes", "batch_axes", "beam_loop", "length_penalty"]
+__all__ = ["Axes", "batch_axes", "beam_loop", "length_penalty", "take_rows"]
 
 # (axis, its size per row) of each leaf of a state; None for what all rows share.
 Axes = list[tuple[int, int] | None]
@@ -85,11 +85,11 @@ def beam_loop(
         logits = jnp.reshape(logits[:, -1], (n_rows, n_beams, -1))
         beams, origin, failed = look(beams, logits, t)
         rows = jnp.arange(n_rows)[:, None] * n_beams + origin
-        return t + 1, beams, failed, _take_rows(state, axes, jnp.ravel(rows))
+        return t + 1, beams, failed, take_rows(state, axes, jnp.ravel(rows))
 
     logits, state = run(model, weights, state, ids, inputs, jax.random.fold_in(rng, 0))
     copies = jnp.repeat(jnp.arange(n_rows), n_beams)
-    state = _take_rows(state, axes, copies)
+    state = take_rows(state, axes, copies)
     all_inputs = tuple(x[copies] for x in inputs)
     first = _empty(n_rows, n_beams, max_length, logits.dtype)
     logits = jnp.repeat(logits[:, -1:], n_beams, axis=1)
@@ -239,7 +239,7 @@ def batch_axes(
     return axes
 
 
-def _take_rows(state: Any, axes: Axes, rows: Any) -> Any:
+def take_rows(state: Any, axes: Axes, rows: Any) -> Any:
     """Returns the state whose row i is what row rows[i] was."""
     leaves, treedef = jax.tree.flatten(state)
     taken = []

@@ -20,6 +20,7 @@ __all__ = [
     "warmup",
     "warmup_and_rsqrt_decay",
     "warmup_cosine",
+    "warmup_cosine_floor",
 ]
 
 Schedule: TypeAlias = Callable[[SupportsFloat], float]
@@ -105,6 +106,54 @@ def warmup_cosine(
         return min_value + (max_value - min_value) * (1 + math.cos(math.pi * done)) / 2
 
     return _ramp_then(n_warmup_steps, max_value, fall)
+
+
+@gin.configurable(module="retrax.supervised.lr_schedules")
+def warmup_cosine_floor(
+    n_warmup_steps: int,
+    max_value: float,
+    n_steps: int,
+    end_factor: float = 0.0,
+    hold_after_final: bool = True,
+) -> Schedule:
+    """Returns a schedule that rises from 0, then falls along a cosine to a floor.
+
+    Not in Trax. With n = step - 1 finished steps the rate is max_value * n / w below
+    w = n_warmup_steps, then max_value * max(end_factor, (1 + cos(pi * t)) / 2), t going
+    from 0 at n = w to 1 at n = n_steps. The floor cuts the cosine off, where
+    `warmup_cosine` leads it there.
+
+    Args:
+      n_warmup_steps: w, steps of the rise; the first step has rate 0.
+      max_value: the rate after w steps.
+      n_steps: where the cosine is 0.
+      end_factor: the rate is never less than this share of max_value after the rise.
+      hold_after_final: stay at the floor after n_steps; else the cosine rises again.
+
+    Raises:
+      ValueError: a number of steps is negative, or n_steps is below n_warmup_steps.
+
+    Example:
+      >>> schedule = warmup_cosine_floor(2, 1.0, 10, end_factor=0.1)
+      >>> [round(schedule(n + 1), 3) for n in (0, 1, 2, 6, 10, 99)]
+      [0.0, 0.5, 1.0, 0.5, 0.1, 0.1]
+    """
+    if not 0 <= n_warmup_steps <= n_steps:
+        raise ValueError(
+            "warmup_cosine_floor needs 0 <= n_warmup_steps <= n_steps, got "
+            f"n_warmup_steps={n_warmup_steps}, n_steps={n_steps}."
+        )
+    length = max(1, n_steps - n_warmup_steps)
+
+    def schedule(step: SupportsFloat) -> float:
+        n = float(step) - 1
+        if n < n_warmup_steps:
+            return max_value * n / max(1, n_warmup_steps)
+        done = (n - n_warmup_steps) / length
+        done = min(done, 1.0) if hold_after_final else done
+        return max_value * max(end_factor, (1 + math.cos(math.pi * done)) / 2)
+
+    return schedule
 
 
 @gin.configurable(module="retrax.supervised.lr_schedules")

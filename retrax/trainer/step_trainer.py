@@ -8,6 +8,7 @@ it; a custom experiment overrides `loss`, `gradients`, `update` or `metrics`.
 from __future__ import annotations
 
 import copy
+from collections.abc import Hashable
 from typing import Any
 
 import jax
@@ -61,6 +62,7 @@ class StepTrainer(Lender):
       gradients(weights, state, rng, batch) -> (grads, Aux)
       update(step, grads, weights, slots, opt_params) -> (weights, slots, stats)
       metrics(aux) -> dict of scalars or (mean, weight) pairs
+    What they read beside their arguments is fixed by tracing; see `variant`.
     """
 
     def __init__(
@@ -123,7 +125,8 @@ class StepTrainer(Lender):
         kind = "adasum" if adasum else reduce
         self._check_reduce(kind)
         self.reduce = Reduce(self.devices.axis, self.devices.n_cuts, kind)
-        self._compiled: dict[bool, Any] = {}
+        self._programs: dict[Hashable, dict[bool, Any]] = {}
+        self.variant = None
         self._maskable: bool | None = None
         self._carry: Any = None
         self._packing: Packing | None = None
@@ -211,6 +214,25 @@ class StepTrainer(Lender):
         """Names the values reported with each step beside the loss."""
         return aux.metrics
 
+    @property
+    def variant(self) -> Hashable:
+        """What the methods above depend on beside their arguments; None at first.
+
+        They are traced and compiled once for each value, and what was compiled is kept.
+        So a step that is to compute something else (more passes, another loss) sets
+        another value first.
+        """
+        return self._variant
+
+    @variant.setter
+    def variant(self, value: Hashable) -> None:
+        self._variant = value
+        self._compiled = self._programs.setdefault(value, {})
+
+    def _forget_programs(self) -> None:
+        for compiled in self._programs.values():
+            compiled.clear()
+
     # --- What a person or a checkpoint reads and sets ---------------------------------
 
     @property
@@ -288,7 +310,7 @@ class StepTrainer(Lender):
         self.pull(about_to_change=True)
         self._carry, self._step = None, 0
         if reread_trainable:
-            self._compiled.clear()
+            self._forget_programs()
 
     def trainable_paths(self) -> list[str]:
         """Paths of the weights that are trained, in the order of their slots."""
@@ -345,7 +367,7 @@ class StepTrainer(Lender):
         packing = Packing(carry, _kind) if packs else None
         if packing != self._packing:
             self._packing = packing
-            self._compiled.clear()
+            self._forget_programs()
         self._carry = self.devices.put(packing.pack(carry)) if packing else carry
 
     def _unpacked(self) -> Carry:

@@ -406,6 +406,16 @@ TABLE = [
     case("CRF", tl.CRF, f(2, 5, 3)),
     case("CRFLoss", tl.CRFLoss, f(2, 5, 4, 3), ids(3, 2, 5), pos(2, 5)),
     case("CRFAccuracy", tl.CRFAccuracy, f(2, 5, 4, 3), ids(3, 2, 5), pos(2, 5)),
+    case(
+        "InjectLatents",
+        tl.InjectLatents,
+        f(2, 5, 4),
+        f(2, 2, 4),
+        ids(6, 2, 2),
+        ids(2, 2, 2),
+    ),
+    case("TakePositions", tl.TakePositions, f(2, 5, 4), ids(5, 2, 3)),
+    case("LatentNoise", lambda: tl.LatentNoise(2, 4), f(3, 2, 4)),
     case("LoRA", lambda: tl.LoRA(dense(), rank=2), f(3, 4)),
     # Attention and positions.
     case("Attention", lambda: tl.Attention(4, 2), f(2, 3, 4), MASK),

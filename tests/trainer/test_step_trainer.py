@@ -503,3 +503,33 @@ def test_unknown_options_are_refused():
         trainer_of(mlp(), reduce="median")
     with pytest.raises(ConfigError, match="backend must be one of.*'jit'"):
         trainer_of(mlp(), backend="jit")
+
+
+def test_each_variant_is_compiled_once_over_the_same_weights():
+    traced = []
+
+    class Scaled(StepTrainer):
+        factor = 1.0
+
+        def loss(self, weights, state, rng, batch):
+            traced.append(self.factor)
+            loss, aux = super().loss(weights, state, rng, batch)
+            return self.factor * loss, aux
+
+    trainer = Scaled(mlp(), optimizers.SGD(0.5), n_devices=1)
+    batch = labelled()
+    losses = []
+    for factor in (1.0, 3.0, 1.0, 3.0):
+        trainer.factor = trainer.variant = factor
+        losses.append(float(trainer.one_step(batch, RNG)[0]))
+    assert traced == [1.0, 3.0]
+    plain = trainer_of(mlp())
+    for factor, loss in zip((1.0, 3.0, 1.0, 3.0), losses, strict=True):
+        wanted, _ = plain.one_step(batch, RNG, learning_rate=0.5 * factor)
+        np.testing.assert_allclose(loss, factor * float(wanted), rtol=1e-5)
+    trainer.reset_optimizer(reread_trainable=True)
+    trainer.one_step(batch, RNG)
+    trainer.variant = 1.0
+    trainer.factor = 1.0
+    trainer.one_step(batch, RNG)
+    assert traced == [1.0, 3.0, 3.0, 1.0]
