@@ -2,37 +2,43 @@
 
 import os
 import shutil
-import tempfile
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
-# Tests compile the same small programs again and again, in workers and in processes
-# that they start. One cache for all of them, for this session only, halves the time.
-OWN_CACHE = None
-if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
-    OWN_CACHE = tempfile.mkdtemp(prefix="retrax-tests-")
-    os.environ["JAX_COMPILATION_CACHE_DIR"] = OWN_CACHE
+MAX_CACHE_BYTES = 2 << 30
+
+
+def pytest_configure(config):
+    """Keeps compiled programs for workers, for their processes, and for next time.
+
+    Tests compile the same small programs again and again. What a program is compiled
+    from is its key, so no change of the code meets an old one.
+    """
+    if "PYTEST_XDIST_WORKER" in os.environ or "JAX_COMPILATION_CACHE_DIR" in os.environ:
+        return
+    folder = config.cache.mkdir("compiled")
+    if sum(file.stat().st_size for file in folder.iterdir()) > MAX_CACHE_BYTES:
+        shutil.rmtree(folder)
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = str(folder)
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
     os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 
 
-def pytest_unconfigure():
-    """Removes the cache, in the process that made it."""
-    if OWN_CACHE is not None:
-        shutil.rmtree(OWN_CACHE, ignore_errors=True)
+# Here compiling costs more than running, and quick compiling will do.
+QUICKLY = {"layers", "models", "optimizers", "properties"}
 
 
 def pytest_runtest_setup(item):
-    """Compiles without optimizations where quick compiling will do.
+    """Compiles without optimizations in some folders, but for tests marked `optimized`.
 
-    That is in tests/properties, and in modules that say COMPILES_QUICKLY = True. What
-    was compiled otherwise is forgotten: results of both kinds differ in the last bit,
-    and some tests ask for equal bits.
+    What was compiled otherwise is forgotten: results of both kinds differ in the last
+    bit, and some tests ask for equal bits.
     """
     import jax
 
-    quickly = "properties" in item.path.parts
-    quickly = quickly or getattr(item.module, "COMPILES_QUICKLY", False)
+    quickly = bool(QUICKLY & set(item.path.parts)) and not item.get_closest_marker(
+        "optimized"
+    )
     if quickly != getattr(item.session, "compiles_quickly", False):
         item.session.compiles_quickly = quickly
         jax.config.update("jax_disable_most_optimizations", quickly)
