@@ -159,7 +159,7 @@ def test_what_cannot_be_trained_layer_by_layer_says_why():
     plain, layered = made.totals
     assert "used at 0.Dense and at 1.Dense" in layered.problem
     assert made.fitting == [] and "Nothing fits into 10 B." in made.text()
-    assert "not possible: the layer Dense_64 is used" in made.text()
+    assert "note: layer by layer: the layer Dense_64 is used" in made.text()
     assert plain.peak > 10 and not plain.fits(10, True)
     assert plain.fits(plain.peak, True) and not layered.fits(10**9, True)
 

@@ -76,7 +76,8 @@ class Report:
         parts = [_layer_table(self.visits, self.costs), self._total_table()]
         if self.reversals:
             parts.append(_reversal_table(self.reversals))
-        parts += [f"note: {note}" for note in self.notes]
+        problems = [f"{t.mode}: {t.problem}" for t in self.totals if t.problem]
+        parts += [f"note: {note}" for note in [*problems, *self.notes]]
         parts += [f"WARNING: {warning}" for warning in self.warnings]
         return "\n\n".join(parts)
 
@@ -87,7 +88,7 @@ class Report:
         fitting = self.fitting
         for t in self.totals:
             if t.problem:
-                rows.append([t.mode, "-", "-", "-", "-", f"not possible: {t.problem}"])
+                rows.append([t.mode, "-", "-", "-", "-", "not possible"])
                 continue
             sizes = map(as_bytes, (t.peak, t.held, t.temporary, t.host))
             rows.append([t.mode, *sizes, "fits" if t.mode in fitting else "too large"])

@@ -73,9 +73,16 @@ def totals(
       modes: the modes to look at.
     """
     found = []
+    known: dict[str, Total] = {}  # Modes may lower to the same program.
     for mode in modes:
         if mode in MEMORY_MODES:
-            found.append(_compiled(model_with_loss, signature, optimizer, mode))
+            lowered = StepTrainer(
+                without_values(model_with_loss), optimizer, n_devices=1, memory=mode
+            ).lowered(signature)
+            text = lowered.as_text()
+            total = known.get(text) or _compiled(lowered)
+            found.append(dataclasses.replace(total, mode=mode))
+            known[text] = total
             continue
         try:
             need = needs(without_values(model_with_loss), signature, optimizer)
@@ -96,18 +103,13 @@ def without_values(model: Layer) -> Layer:
     return copy.deepcopy(model, {id(x): () for x in held if x != ()})
 
 
-def _compiled(
-    model_with_loss: Layer, signature: Any, optimizer: Optimizer, mode: str
-) -> Total:
-    trainer = StepTrainer(
-        without_values(model_with_loss), optimizer, n_devices=1, memory=mode
-    )
-    compiled = trainer.lowered(signature).compile()
+def _compiled(lowered: Any) -> Total:
+    compiled = lowered.compile()
     memory = compiled.memory_analysis()
     found = compiled.cost_analysis() or {}
     new = memory.output_size_in_bytes - memory.alias_size_in_bytes
     return Total(
-        mode,
+        "",
         memory.argument_size_in_bytes,
         memory.temp_size_in_bytes + max(new, 0),
         flops=float(found.get("flops", 0.0)),
