@@ -45,6 +45,7 @@ def run(args: argparse.Namespace) -> int:
         made_optimizer(bound.get("optimizer", optimizers.Adafactor)),
         memory,
         run=not args.no_run,
+        precision=bound.get("precision"),
     )
     shapes = ", ".join(f"{tuple(x.shape)} {x.dtype}" for x in batch)
     print(f"{args.config_name}, batches of {shapes}\n")

@@ -113,6 +113,20 @@ def test_a_step_holds_and_takes_what_was_predicted():
     assert 12 * stream <= saved <= 40 * stream
 
 
+def test_precision_is_heeded():
+    """Weights stay as wide; what a step takes changes (on the CPU not always down)."""
+    modes = ("plain", "layer by layer")
+    whole, narrow = (
+        totals(deep(4), SIG, optimizers.SGD(), modes, precision)
+        for precision in (None, "mixed_float16")
+    )
+    for a, b in zip(whole, narrow, strict=True):
+        assert b.temporary != a.temporary and not b.problem
+        assert 0 <= b.held - a.held <= 12  # The loss scale and its counter.
+    with pytest.raises(ConfigError, match="precision must be one of .* got 'float8'"):
+        totals(deep(4), SIG, optimizers.SGD(), modes, "float8")
+
+
 def test_layer_by_layer_peak_is_the_real_one(monkeypatch):
     """Arrays alive before and after each program, when copies have come."""
     sig = signature(batch())
@@ -159,7 +173,7 @@ def test_what_cannot_be_trained_layer_by_layer_says_why():
     plain, layered = made.totals
     assert "used at 0.Dense and at 1.Dense" in layered.problem
     assert made.fitting == [] and "Nothing fits into 10 B." in made.text()
-    assert "not possible: the layer Dense_64 is used" in made.text()
+    assert "note: layer by layer: the layer Dense_64 is used" in made.text()
     assert plain.peak > 10 and not plain.fits(10, True)
     assert plain.fits(plain.peak, True) and not layered.fits(10**9, True)
 

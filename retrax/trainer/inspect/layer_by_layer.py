@@ -25,8 +25,7 @@ from retrax.trainer.block_programs import Shared, UnitPrograms, where
 from retrax.trainer.blocks import Unit, extract_reversible_blocks
 from retrax.trainer.inspect.costs import n_bytes
 from retrax.trainer.inspect.walk import structs
-from retrax.trainer.loss_scale import NoLossScale
-from retrax.trainer.precision import Policy
+from retrax.trainer.precision import Policy, as_loss_scale, as_policy
 from retrax.trainer.reduce import Reduce
 from retrax.trainer.step import Carry
 
@@ -50,7 +49,12 @@ class Need:
     host: int
 
 
-def needs(model_with_loss: Layer, signature: Any, optimizer: Optimizer) -> Need:
+def needs(
+    model_with_loss: Layer,
+    signature: Any,
+    optimizer: Optimizer,
+    precision: str | Policy | None = None,
+) -> Need:
     """Follows one step.
 
     Raises:
@@ -61,7 +65,8 @@ def needs(model_with_loss: Layer, signature: Any, optimizer: Optimizer) -> Need:
     batch = list(map(structs, signature))
     sigs = model_with_loss.weights_and_state_signature(packed(batch))
     weights, state = map(structs, sigs)
-    step = _AbstractStep(blocks.units, weights, state, optimizer)
+    policy = as_policy(precision)
+    step = _AbstractStep(blocks.units, weights, state, optimizer, policy)
     step.forward(batch)
     step.backward()
     host = 2 * n_bytes([step.values, step.slots])
@@ -72,7 +77,12 @@ class _AbstractStep:
     """The passes of `BlockStep` with shapes; the same order, the same arrays alive."""
 
     def __init__(
-        self, units: Sequence[Unit], weights: Any, state: Any, optimizer: Optimizer
+        self,
+        units: Sequence[Unit],
+        weights: Any,
+        state: Any,
+        optimizer: Optimizer,
+        policy: Policy,
     ) -> None:
         self._units = units
         self.values = [(_part(u, weights), _part(u, state)) for u in units]
@@ -82,6 +92,7 @@ class _AbstractStep:
         self._stack: list[Any] = []
         self._wanted: list[Any] = []
         reduce = Reduce()
+        self._loss_scale = jax.eval_shape(lambda: as_loss_scale(None, policy))
         for unit, (own, own_state) in zip(units, self.values, strict=True):
             trainable = unit.trainable_list(own)
             syncs = [
@@ -93,7 +104,7 @@ class _AbstractStep:
             slots, self._opt_params = jax.eval_shape(optimizer.tree_init, trained)
             self.slots.append(slots)
             maker = UnitPrograms(
-                unit, reduce, _without_storing(optimizer), trainable, syncs, Policy()
+                unit, reduce, _without_storing(optimizer), trainable, syncs, policy
             )
             self._makers.append(maker)
 
@@ -155,7 +166,7 @@ class _AbstractStep:
         key = jax.eval_shape(lambda: jax.random.key(0))
         step, scale = (jax.ShapeDtypeStruct((), t) for t in (np.int32, np.float32))
         place = structs(where(self._units[i]))
-        return Shared(self._opt_params, key, step, place, scale, NoLossScale())
+        return Shared(self._opt_params, key, step, place, scale, self._loss_scale)
 
     def _call(
         self, i: int, what: str, args: Any, alive: Any, coming: Any, left: Any = ()

@@ -22,6 +22,7 @@ from retrax.trainer.inspect.costs import Cost, costs
 from retrax.trainer.inspect.reversal import WORST, Reversal, reversals
 from retrax.trainer.inspect.totals import LAYER_BY_LAYER, MODES, Total, totals
 from retrax.trainer.inspect.walk import Visit, structs, visits
+from retrax.trainer.precision import Policy
 
 __all__ = ["Report", "as_bytes", "report"]
 
@@ -76,7 +77,8 @@ class Report:
         parts = [_layer_table(self.visits, self.costs), self._total_table()]
         if self.reversals:
             parts.append(_reversal_table(self.reversals))
-        parts += [f"note: {note}" for note in self.notes]
+        problems = [f"{t.mode}: {t.problem}" for t in self.totals if t.problem]
+        parts += [f"note: {note}" for note in [*problems, *self.notes]]
         parts += [f"WARNING: {warning}" for warning in self.warnings]
         return "\n\n".join(parts)
 
@@ -87,7 +89,7 @@ class Report:
         fitting = self.fitting
         for t in self.totals:
             if t.problem:
-                rows.append([t.mode, "-", "-", "-", "-", f"not possible: {t.problem}"])
+                rows.append([t.mode, "-", "-", "-", "-", "not possible"])
                 continue
             sizes = map(as_bytes, (t.peak, t.held, t.temporary, t.host))
             rows.append([t.mode, *sizes, "fits" if t.mode in fitting else "too large"])
@@ -107,6 +109,7 @@ def report(
     memory: int | None = None,
     run: bool = True,
     modes: tuple[str, ...] = MODES,
+    precision: str | Policy | None = None,
 ) -> Report:
     """Finds what a model needs to be trained, and how well it can be reversed.
 
@@ -124,6 +127,8 @@ def report(
       run: whether to run layers for their times, and reverse them for their errors.
       modes: ways of saving memory to look at, of 'plain', 'reversible', 'remat' and
         'layer by layer'.
+      precision: of the whole step, see `StepTrainer`; single layers are measured in the
+        dtypes of the signature.
 
     Raises:
       LayerError: the model cannot take such inputs.
@@ -144,7 +149,7 @@ def report(
     model_with_loss, notes = _with_loss(model, sig, loss)
     found = visits(model_with_loss, sig)
     memory = psutil.virtual_memory().total if memory is None else memory
-    sums = totals(model_with_loss, batch, optimizer, modes)
+    sums = totals(model_with_loss, batch, optimizer, modes, precision)
     if run and min((t.peak for t in sums if not t.problem), default=0) > memory:
         run = False
         notes.append("no layer was run, since the model is too large for the memory.")
@@ -153,6 +158,8 @@ def report(
             "the optimizer clips by the norm of all gradients, which training layer by "
             "layer does with global_norm='two_pass' or 'per_layer'."
         )
+    if precision is not None:
+        notes.append("single layers are those of a step without a precision.")
     each = costs(found, optimizer, run)
     kept_all = sum(c.kept * v.n_times for v, c in zip(found, each, strict=True))
     errors: list[Reversal] = []

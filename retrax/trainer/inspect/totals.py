@@ -16,6 +16,7 @@ from retrax.layers.base import Layer
 from retrax.layers.running import MEMORY_MODES
 from retrax.optimizers.base import Optimizer
 from retrax.trainer.inspect.layer_by_layer import needs
+from retrax.trainer.precision import Policy
 from retrax.trainer.step_trainer import StepTrainer
 
 __all__ = ["LAYER_BY_LAYER", "MODES", "Total", "totals", "without_values"]
@@ -62,6 +63,7 @@ def totals(
     signature: Any,
     optimizer: Optimizer,
     modes: tuple[str, ...] = MODES,
+    precision: str | Policy | None = None,
 ) -> list[Total]:
     """Finds what a step needs in each mode.
 
@@ -71,14 +73,27 @@ def totals(
       signature: shapes and dtypes of the parts of a batch.
       optimizer: makes the slots and updates the weights.
       modes: the modes to look at.
+      precision: see `StepTrainer`.
     """
     found = []
+    known: dict[str, Total] = {}  # Modes may lower to the same program.
     for mode in modes:
         if mode in MEMORY_MODES:
-            found.append(_compiled(model_with_loss, signature, optimizer, mode))
+            lowered = StepTrainer(
+                without_values(model_with_loss),
+                optimizer,
+                n_devices=1,
+                memory=mode,
+                precision=precision,
+            ).lowered(signature)
+            text = lowered.as_text()
+            total = known.get(text) or _compiled(lowered)
+            found.append(dataclasses.replace(total, mode=mode))
+            known[text] = total
             continue
         try:
-            need = needs(without_values(model_with_loss), signature, optimizer)
+            model = without_values(model_with_loss)
+            need = needs(model, signature, optimizer, precision)
         except ValueError as e:
             found.append(Total(mode, problem=str(e).splitlines()[0]))
             continue
@@ -96,18 +111,13 @@ def without_values(model: Layer) -> Layer:
     return copy.deepcopy(model, {id(x): () for x in held if x != ()})
 
 
-def _compiled(
-    model_with_loss: Layer, signature: Any, optimizer: Optimizer, mode: str
-) -> Total:
-    trainer = StepTrainer(
-        without_values(model_with_loss), optimizer, n_devices=1, memory=mode
-    )
-    compiled = trainer.lowered(signature).compile()
+def _compiled(lowered: Any) -> Total:
+    compiled = lowered.compile()
     memory = compiled.memory_analysis()
     found = compiled.cost_analysis() or {}
     new = memory.output_size_in_bytes - memory.alias_size_in_bytes
     return Total(
-        mode,
+        "",
         memory.argument_size_in_bytes,
         memory.temp_size_in_bytes + max(new, 0),
         flops=float(found.get("flops", 0.0)),
