@@ -18,6 +18,7 @@ from __future__ import annotations
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 
 from retrax.layers.base import Layer
 from retrax.layers.running import emit, row_mask
@@ -55,6 +56,11 @@ class WeightedMean(Layer):
         """
         values, weights = self.per_example(inputs)
         values = at_least_float32(values)
+        if weights is None and row_mask() is None and values.size:
+            # A weight that is the same for every batch is a number, not an array: an
+            # output of the step more would cost more than a small model's step.
+            emit("weight", np.float32(values.size))
+            return jnp.mean(values)
         weights = fit_weights(weights, values)
         weights, masked = mask_rows(weights)
         mean, total = weighted_mean(values, weights)

@@ -207,9 +207,9 @@ def build_update(
     `xs` is what `grad_fn` takes after (weights, state, rng).
     `out` has 'loss', 'gradients_l2', 'weights_l2', 'grads_finite', 'skipped_steps',
     the metrics, summaries and values of rows of the gradient function, 'inputs' if it
-    gives any, and if it says what a batch weighs 'loss/weight' and 'empty_batch' (0 or
-    1): a batch that weighs nothing has loss and gradients 0. A metric that has a weight
-    is followed by '{name}/weight'.
+    gives any, and if rows have weights of their own 'loss/weight' and 'empty_batch' (0
+    or 1): a batch that weighs nothing has loss and gradients 0. A metric that has a
+    weight is followed by '{name}/weight'.
 
     Order: forward and gradient of the scaled loss on each micro-batch, reduce, unscale,
     finite test on the reduced gradients, optimizer (which clips). After a step that is
@@ -288,7 +288,7 @@ def _reported(aux: Aux, reduce: Reduce) -> dict[str, Any]:
     out = reduced_metrics(aux.metrics, reduce)
     out |= {n: reduce.summary(x) for n, x in aux.summaries.items()}
     out |= {n: reduce.joined(x) for n, x in aux.per_example.items()}
-    if aux.weight is not None:
+    if aux.weight is not None and not trees.is_concrete(aux.weight):
         total = reduce.sum(jnp.float32(aux.weight))
         out |= {"loss/weight": total, "empty_batch": jnp.float32(total == 0)}
     if aux.loss is not None:
@@ -337,7 +337,7 @@ def _accumulated(
             metrics = {n: as_pair(v) for n, v in aux.metrics.items()}
             metrics = {n: (v * w, w) for n, (v, w) in metrics.items()}
             sums = jax.tree.map(lambda x: x * total.astype(x.dtype), (grads, aux.loss))
-            own = None if aux.weight is None else jnp.float32(aux.weight)
+            own = None if trees.is_concrete(aux.weight) else jnp.float32(aux.weight)
             kept = aux.summaries, aux.per_example
             return (total, own, sums, metrics), aux.state, kept
 

@@ -163,9 +163,9 @@ class StepTrainer(Lender):
         Returns:
           (loss, stats), as device values still being computed. Stats holds 'loss',
           'gradients_l2' and 'weights_l2' (before clipping and update), 'grads_finite',
-          'skipped_steps', 'loss/weight' (of the batch) and 'empty_batch' (1 if that is
-          0), what the loss scale shows, and the model's own metrics, 'forward/...'
-          summaries and 'per_example/...' values.
+          'skipped_steps', what the loss scale shows, and the model's own metrics,
+          'forward/...' summaries and 'per_example/...' values. If rows have weights,
+          also 'loss/weight' (of the batch) and 'empty_batch' (1 if that is 0).
         """
         if self._reload_needed:
             self._reload()
