@@ -46,7 +46,7 @@ def fingerprint(x: Any) -> Hashable:
     return _of(x, {})
 
 
-def _of(x: Any, seen: dict[int, int]) -> Hashable:
+def _of(x: Any, seen: dict[int, tuple[int, Any]]) -> Hashable:
     if isinstance(x, _PLAIN):
         return type(x), repr(x)
     if isinstance(x, type) or isinstance(x, types.ModuleType):
@@ -54,8 +54,8 @@ def _of(x: Any, seen: dict[int, int]) -> Hashable:
     if isinstance(x, (np.ndarray, jax.Array)):
         return _array(x)
     if id(x) in seen:
-        return "again", seen[id(x)]
-    seen[id(x)] = len(seen)
+        return "again", seen[id(x)][0]
+    seen[id(x)] = len(seen), x  # Held, so that nothing else gets its id meanwhile.
     if isinstance(x, (tuple, list)):
         return type(x), tuple(_of(item, seen) for item in x)
     if isinstance(x, dict):
@@ -73,7 +73,7 @@ def _of(x: Any, seen: dict[int, int]) -> Hashable:
     return "id", id(x)
 
 
-def _function(f: types.FunctionType, seen: dict[int, int]) -> Hashable:
+def _function(f: types.FunctionType, seen: dict[int, tuple[int, Any]]) -> Hashable:
     cells = []
     for cell in f.__closure__ or ():
         try:

@@ -152,6 +152,27 @@ def test_equal_layers_share_programs():
     assert n_programs[0] == n_programs[1]
 
 
+def test_fingerprints_look_at_every_sublayer():
+    """What lies deep or late counts as well, whatever was looked at before."""
+
+    def chains(n):
+        def last():
+            return tl.Dense(n)
+
+        return [
+            tl.Serial(tl.Dense(3), last()),
+            tl.Serial(tl.LayerNorm(), tl.Dense(3), tl.Relu(), last()),
+            tl.Residual(tl.LayerNorm(), tl.Dense(3), tl.Serial(tl.Relu(), last())),
+            tl.Serial(tl.Dropout(0.1), tl.Dropout(0.1), tl.Dropout(n / 10)),
+            tl.Branch(tl.Dense(3), tl.Serial(last(), tl.Tanh())),
+        ]
+
+    made = [(n, i, layer) for n in (3, 4, 3, 5) for i, layer in enumerate(chains(n))]
+    for n, i, a in made:
+        for m, j, b in made:
+            assert (fingerprint(a) == fingerprint(b)) == ((n, i) == (m, j))
+
+
 def test_fingerprints_tell_layers_apart_that_print_alike():
     def fn(c):
         return tl.PureLayer(lambda x: x * c, name="Scale")
