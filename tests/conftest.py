@@ -31,14 +31,15 @@ QUICKLY = {"layers", "models", "optimizers", "properties"}
 def pytest_runtest_setup(item):
     """Compiles without optimizations in some folders, but for tests marked `optimized`.
 
+    A module elsewhere asks for it by COMPILES_QUICKLY = True.
     What was compiled otherwise is forgotten: results of both kinds differ in the last
     bit, and some tests ask for equal bits.
     """
     import jax
 
-    quickly = bool(QUICKLY & set(item.path.parts)) and not item.get_closest_marker(
-        "optimized"
-    )
+    quickly = bool(QUICKLY & set(item.path.parts))
+    quickly |= getattr(item.module, "COMPILES_QUICKLY", False)
+    quickly &= item.get_closest_marker("optimized") is None
     if quickly != getattr(item.session, "compiles_quickly", False):
         item.session.compiles_quickly = quickly
         jax.config.update("jax_disable_most_optimizations", quickly)

@@ -13,8 +13,6 @@ from retrax import models
 from retrax.errors import LayerError
 from retrax.shapes import signature
 
-COMPILES_QUICKLY = True
-
 SIZES = dict(d_model=8, d_ff=12, n_layers=1, n_heads=2, dropout=0.0)
 POSITIONS = jnp.array([[6, 7], [3, 4]])
 
