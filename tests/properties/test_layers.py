@@ -773,14 +773,16 @@ def check_half(out, y):
 
 @with_property("pickle")
 def test_pickled_weights_give_the_same_outputs(case):
-    layer, weights, state, x, y, new_state = prepared(case)
+    layer, weights, state, x, _, _ = prepared(case)
+    # Anew: operations that were compiled at another time may differ in the last bit.
+    expected = layer.pure_fn(x, weights, state, KEY)
     saved = pickle.dumps(trees.to_numpy((layer.weights, layer.state)))
     other = case.make()
     other.init(case.signature, rng=jax.random.key(99))
     other.weights, other.state = pickle.loads(saved)
     assert trees.difference(other.weights, weights) is None
     again = other.pure_fn(x, other.weights, other.state, KEY)
-    assert_close(again, (y, new_state), rtol=0, atol=0)
+    assert_close(again, expected, rtol=0, atol=0)
 
 
 @with_property("deepcopy")
