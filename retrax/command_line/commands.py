@@ -94,7 +94,8 @@ def _eval(args: argparse.Namespace) -> int:
     if layers is None:
         signature = list(map(ShapeDtype, *inputs.example_shape_dtype))
         layers = default_metrics(loss_fn, target_rank(signature))
-    metrics = Evaluator(model, layers).evaluate(
+    precision = bound.get("precision")
+    metrics = Evaluator(model, layers, precision=precision).evaluate(
         inputs.eval_stream(1),
         state.opt_state.weights,
         state.model_state,

@@ -330,7 +330,9 @@ class PerExample(Layer):
     """Returns its input and hands it, or values made from it, out of the step by rows.
 
     `StepTrainer` gives it as 'per_example/{name}' in its stats and `Evaluator.batch`
-    likewise: one entry for each row of the batch, in order, never averaged.
+    likewise: one entry for each row of the batch, in order, never averaged. Out of a
+    loop (`Scan`, `Repeat`) each row has an axis of steps; inside of `Chunk`, which cuts
+    the batch, there is no such entry to be had.
     """
 
     def __init__(self, name: str, fn: Callable[[Any], Any] | None = None) -> None:

@@ -323,15 +323,23 @@ def emit_named(named: dict[str, Any]) -> None:
 def emit_of_steps(named: dict[str, Any]) -> None:
     """Emits what the steps of a loop emitted, each value with the steps as first axis.
 
-    Summaries keep that axis, other values come out as their mean. What parts of a batch
-    weigh is only said outside of loops.
+    Summaries keep that axis, values of rows have it after the rows. Others come out as
+    their mean, pairs (mean, weight) as that by weight. What parts of a batch weigh is
+    only said outside of loops.
     """
     for name, value in named.items():
         name = name[6:]
-        if name.startswith(SUMMARY_PREFIX):
+        if name.startswith(PER_EXAMPLE_PREFIX):
+            value = jnp.moveaxis(value, 0, 1)
+        elif isinstance(value, tuple):
+            means, weights = value
+            total = jnp.sum(weights)
+            mean = jnp.sum(means * weights) / jnp.where(total == 0, 1, total)
+            value = mean, total
+        elif not name.startswith(SUMMARY_PREFIX):
+            value = jnp.mean(value, axis=0)
+        if name != "weight":
             emit(name, value)
-        elif name != "weight":
-            emit(name, jnp.mean(value, axis=0))
 
 
 def data_axis() -> str | None:

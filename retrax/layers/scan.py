@@ -102,8 +102,9 @@ class Scan(Layer):
         if self._mode == "predict":
             zeros = tuple(jnp.zeros(c.shape, c.dtype) for c in carry)
             own = (jnp.zeros((), bool), zeros)
-        time = (jnp.int32(0),) if self._keep_time else ()
-        self.weights, self.state = (weights,), (state, (own, *time) if time else own)
+        if self._keep_time:
+            own = (own, jnp.int32(0))
+        self.weights, self.state = (weights,), (state, own)
         outputs = to_list(layer.output_signature(step_sig))
         ys, new_carry = self._split_outputs(outputs)
         self._check_carry(carry, new_carry)

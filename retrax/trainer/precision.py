@@ -20,7 +20,9 @@ import jax.numpy as jnp
 
 from retrax.errors import ConfigError
 from retrax.layers.base import Layer
+from retrax.layers.combinators import Serial
 from retrax.layers.running import precision_context, rounded
+from retrax.layers.stack import arities
 from retrax.optimizers import SGD
 from retrax.trainer.loss_scale import DynamicLossScale, LossScale, NoLossScale
 from retrax.trainer.reduce import Reduce
@@ -127,8 +129,8 @@ class Policy:
         """Does what `Layer.apply` does, in this policy.
 
         Args:
-          model_with_loss: `Serial` of a model and a loss layer. Of any other layer the
-            whole is taken for the model.
+          model_with_loss: `Serial` whose last layer is the loss. Any other layer is
+            taken for a model as a whole.
           batch: tuple of arrays.
           weights: weights of both.
           state: state of both.
@@ -136,20 +138,27 @@ class Policy:
         """
         if not self.is_mixed:
             return model_with_loss.apply(_bare(batch), weights, state, rng)
-        parts = model_with_loss.sublayers
-        if len(parts) == 2:
-            model, loss = parts
-            weights = (self.cast_to_compute(weights[0]), *weights[1:])
-            n_in = model.n_in
-        else:
-            loss, n_in = None, len(batch)
+        loss = _loss_of(model_with_loss)
+        if loss is None:
             weights = self.cast_to_compute(weights)
-        batch = (*self.cast_to_compute(tuple(batch[:n_in])), *batch[n_in:])
+        else:
+            weights = (*self.cast_to_compute(weights[:-1]), weights[-1])
+        batch = self.cast_inputs(model_with_loss, batch)
         with self.context(loss):
             value, new_state, emitted = model_with_loss.apply(
                 _bare(batch), weights, state, rng
             )
         return self.cast_to_output(value), _like(new_state, state), emitted
+
+    def cast_inputs(self, model_with_loss: Layer, batch: Any) -> tuple[Any, ...]:
+        """Casts the parts of a batch that the layers before the loss take."""
+        batch = tuple(batch)
+        if not self.is_mixed:
+            return batch
+        n_in = len(batch)
+        if _loss_of(model_with_loss) is not None:
+            n_in = arities(model_with_loss.sublayers[:-1])[0]
+        return (*self.cast_to_compute(batch[:n_in]), *batch[n_in:])
 
     def run_model(
         self, model: Layer, x: Any, weights: Any, state: Any, rng: Any
@@ -313,6 +322,12 @@ def mixed_precision_step(
         "good_steps": new.loss_scale.good_steps,
         "grads_finite": out["grads_finite"],
     }
+
+
+def _loss_of(model_with_loss: Layer) -> Layer | None:
+    """Returns the loss at the end of a Serial; None where it cannot be told."""
+    parts = model_with_loss.sublayers
+    return parts[-1] if isinstance(model_with_loss, Serial) and parts[1:] else None
 
 
 def _like(new: Any, old: Any) -> Any:

@@ -17,7 +17,6 @@ import numpy as np
 
 from retrax.layers import tree as layer_tree
 from retrax.layers.base import Layer
-from retrax.layers.stack import arities
 from retrax.optimizers.base import Optimizer
 from retrax.trainer.arguments import check_clipping
 from retrax.trainer.block_programs import UnitPrograms
@@ -230,10 +229,9 @@ class ReversibleSerialTrainer(Lender):
     def _fitted(self, batch: tuple[Any, ...]) -> tuple[Any, Any]:
         """Makes a batch divide over the devices: padded and masked, never dropped."""
         self._check_batch(batch)
-        n_in = arities(self._model.sublayers[:-1])[0]
-        batch = (*self.policy.cast_to_compute(tuple(batch[:n_in])), *batch[n_in:])
+        batch = self.policy.cast_inputs(self._model, batch)
         n_pad = -batch[0].shape[0] % self.devices.n
-        return pad_rows(tuple(batch), n_pad) if n_pad else (tuple(batch), None)
+        return pad_rows(batch, n_pad) if n_pad else (batch, None)
 
     def _program(self, i: int, what: str) -> Any:
         """Returns a compiled program of unit i; equal units share it."""

@@ -383,7 +383,15 @@ class StepTrainer(Lender):
 
         Args:
           batch_signature: shapes and dtypes of the parts of a batch.
+
+        Raises:
+          ConfigError: the trainer runs on several devices.
         """
+        if self.devices.n > 1:
+            raise ConfigError(
+                f"a step is lowered for one device, this trainer has {self.devices.n}: "
+                "set n_devices=1."
+            )
         batch = tuple(map(_struct, batch_signature))
         self._check_batch(batch)
         carry, opt_params = jax.eval_shape(self._first_carry, batch)

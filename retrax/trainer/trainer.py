@@ -124,7 +124,7 @@ class Trainer(HasSession):
           precision: 'float32', 'mixed_bfloat16', 'mixed_float16', or a `Policy`; also
             for evaluation.
           step_options: more arguments for `StepTrainer`: reduce, accumulate, backend,
-            skip_nonfinite, adasum, memory, loss_scale.
+            skip_nonfinite, adasum, memory, loss_scale, sharding.
           log_every: number of steps between two entries on training in the log.
           log: where to report; by default a new RunLog.
           checkpoint_policy: when to save beside evaluations, and what to keep; what gin

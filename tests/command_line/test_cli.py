@@ -248,6 +248,26 @@ def test_eval_gives_the_last_logged_metrics(finished_run, command):
         assert result[name] == pytest.approx(last[f"metrics/{name}"], abs=1e-6)
 
 
+def test_eval_is_in_the_precision_of_the_run(tmp_path, command):
+    bindings = ["train.steps = 2", "train.precision = 'mixed_bfloat16'"]
+    given = [f"--config={binding}" for binding in bindings]
+    folder = str(tmp_path / "half")
+    code, _, _ = command(
+        "train", "--config_file=digits_mlp.gin", *given, f"--output_dir={folder}"
+    )
+    assert code == 0
+    logged = [json.loads(line) for line in _lines(Path(folder))]
+    last = [x for x in logged if x["mode"] == "eval"][-1]
+    found = {}
+    for precision in ("mixed_bfloat16", "float32"):
+        binding = f"--config=train.precision = '{precision}'"
+        code, out, _ = command("eval", folder, binding)
+        assert code == 0
+        found[precision] = json.loads(out.splitlines()[-1])["loss"]
+    assert found["mixed_bfloat16"] == pytest.approx(last["metrics/loss"], abs=1e-6)
+    assert abs(found["float32"] - last["metrics/loss"]) > 1e-6
+
+
 def test_eval_of_a_part_and_of_another_checkpoint(finished_run, command):
     best = str(finished_run / "highest_accuracy.pkl")
     code, out, _ = command(

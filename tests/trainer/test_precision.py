@@ -102,6 +102,22 @@ def test_layers_see_half_precision_and_losses_do_not():
     assert {str(x.dtype) for x in jax.tree.leaves(made.state)} == {"float32", "int32"}
 
 
+def test_targets_keep_their_dtype_also_without_a_model_of_its_own():
+    """A Serial of all layers, as well as one of a model and its loss."""
+    seen = []
+
+    def loss(y, targets, weights):
+        seen.append([str(x.dtype) for x in (y, targets, weights)])
+        return jnp.mean((y - targets) ** 2 * weights)
+
+    model = tl.Serial(tl.Dense(4), tl.Tanh(), tl.Dense(2), tl.Fn("Loss", loss))
+    model.init(signature(regression()), rng=jax.random.key(1))
+    seen.clear()
+    _, stats = stepped(model, [regression()] * 2, precision="mixed_bfloat16")
+    assert seen and all(dtypes == ["float32"] * 3 for dtypes in seen)
+    assert stats[1]["loss"] < stats[0]["loss"]
+
+
 def test_evaluation_is_in_the_same_precision():
     x, y, w = regression(n=16)
     model = tl.Dense(2)

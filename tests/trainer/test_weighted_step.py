@@ -215,6 +215,26 @@ def test_summaries_leave_loops_branches_of_memory_and_reversible_runs():
     )
 
 
+def test_pairs_and_rows_leave_loops_by_weight_and_by_row():
+    class Pair(tl.Layer):
+        def forward(self, x):
+            emit("pair", (jnp.mean(x), jnp.sum(x)))
+            return x * 2
+
+    layers = [Pair(), tl.PerExample("x", lambda x: x[:, 0])]
+    model = tl.Repeat(lambda: tl.Serial(*layers), 3)
+    x = jnp.arange(1.0, 7.0).reshape(2, 3)
+    model.init(signature(x))
+    _, _, emitted = model.apply(x, model.weights, model.state, None)
+    found = dict(emitted)
+    steps = [np.asarray(x) * 2**i for i in range(3)]
+    total = sum(s.sum() for s in steps)
+    mean = sum(s.mean() * s.sum() for s in steps) / total
+    np.testing.assert_allclose(found["pair"], (mean, total), rtol=1e-6)
+    rows = np.stack([2 * s[:, 0] for s in steps], axis=1)
+    np.testing.assert_allclose(found["per_example/x"], rows, rtol=1e-6)
+
+
 def test_summaries_and_rows_of_micro_batches():
     layers = (
         tl.PerExample("first", lambda x: x[:, 0]),
