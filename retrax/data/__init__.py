@@ -41,6 +41,7 @@ from retrax.data.pipeline import (
     shuffle,
 )
 from retrax.data.prefetch import PrefetchStream
+from retrax.data.shares import ShareStream
 from retrax.data.sources import GeneratorStream, ListStream, as_stream
 from retrax.data.streams import Stream, as_batch, peek
 from retrax.data.sudoku import SudokuDataset, read_puzzles, sudoku
@@ -81,6 +82,7 @@ __all__ = [
     "Prefetch",
     "PrefetchStream",
     "Serial",
+    "ShareStream",
     "Shuffle",
     "Stream",
     "SudokuDataset",

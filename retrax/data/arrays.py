@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from retrax.data.shares import check_shard, own_rows
 from retrax.data.streams import Batch, Position, Stream, as_batch, check_kind
 
 # Rows are gathered this many bytes at a time and handed out as views: one call of
@@ -31,9 +32,11 @@ class ArrayStream(Stream):
       repeat: whether to go on after the first epoch. If not, each row comes once.
       drop_remainder: whether to leave out an epoch's last, smaller batch, so that
         shapes stay fixed.
+      shard: (i, n): read only the rows of batches that are of process i of n; others
+        are zeros, or their true values where that costs nothing. See `shares`.
 
     Raises:
-      ValueError: no rows, unequal first dimensions, a bad batch_size or seed, or
+      ValueError: no rows, unequal first dimensions, a bad batch_size, seed or shard, or
         drop_remainder with fewer rows than one batch.
 
     >>> stream = ArrayStream((np.arange(5),), 2, shuffle=False, repeat=False)
@@ -49,6 +52,7 @@ class ArrayStream(Stream):
         seed: int = 0,
         repeat: bool = True,
         drop_remainder: bool = False,
+        shard: tuple[int, int] = (0, 1),
     ):
         self._arrays = as_batch(arrays)
         self._n = n = _common_rows(self._arrays)
@@ -64,6 +68,7 @@ class ArrayStream(Stream):
         self.batch_size = batch_size = operator.index(batch_size)
         self._shuffle, self._seed = bool(shuffle), operator.index(seed)
         self._repeat, self._drop_remainder = repeat, drop_remainder
+        self._shard = check_shard(shard)
         self._last = n - batch_size if drop_remainder else n - 1
         self.batches_per_epoch = self._last // batch_size + 1
         self.is_endless = bool(repeat)
@@ -114,6 +119,14 @@ class ArrayStream(Stream):
         self._start = self._stop = 0
 
     def fresh(self) -> "ArrayStream":
+        return self._copy(self._shard)
+
+    def sharded(self, shard: tuple[int, int]) -> "ArrayStream":
+        stream = self._copy(shard)
+        stream.restore(self.state())
+        return stream
+
+    def _copy(self, shard: tuple[int, int]) -> "ArrayStream":
         return ArrayStream(
             self._arrays,
             self.batch_size,
@@ -121,6 +134,7 @@ class ArrayStream(Stream):
             seed=self._seed,
             repeat=self._repeat,
             drop_remainder=self._drop_remainder,
+            shard=shard,
         )
 
     def close(self) -> None:
@@ -136,7 +150,22 @@ class ArrayStream(Stream):
             self._order = _permutation(self._n, self._seed, self._epoch)
         self._start, self._stop = low, min(low + self._block_rows, self._n)
         rows = self._order[self._start : self._stop]
-        self._block = tuple([a.take(rows, axis=0) for a in self._arrays])
+        if self._shard[1] == 1:
+            self._block = tuple([a.take(rows, axis=0) for a in self._arrays])
+            return
+        own = self._own(len(rows))
+        block = [np.zeros((len(rows), *a.shape[1:]), a.dtype) for a in self._arrays]
+        for part, a in zip(block, self._arrays, strict=True):
+            part[own] = a.take(rows[own], axis=0)
+        self._block = tuple(block)
+
+    def _own(self, n_rows: int) -> np.ndarray:
+        """Which of the rows of a block are of our share, batch by batch."""
+        own = []
+        for low in range(0, n_rows, self.batch_size):
+            rows = own_rows(min(self.batch_size, n_rows - low), self._shard)
+            own.append(np.arange(low + rows.start, low + rows.stop))
+        return np.concatenate(own)
 
 
 def _common_rows(arrays: Batch) -> int:

@@ -34,6 +34,7 @@ from retrax.data.pipeline import (
     pad_to_max_dims,
     shuffle,
 )
+from retrax.data.shares import Shard
 from retrax.data.sources import GeneratorStream, as_stream, check_source
 from retrax.data.streams import Stream
 
@@ -114,26 +115,26 @@ class Inputs:
             for kind, source in zip(_KINDS, sources, strict=True)
         }
         self._latest: dict[str, Stream] = {}
-        self._probe: tuple[int, Stream] | None = None
+        self._probe: Stream | None = None
         self._example: list[tuple[tuple[int, ...], np.dtype]] | None = None
 
-    def train_stream(self, n_devices: int = 1) -> Stream:
-        """Returns a stream of training batches."""
+    def train_stream(self, n_devices: int = 1, shard: Shard = (0, 1)) -> Stream:
+        """Returns a stream of training batches, for process i of n (`shard`)."""
         probe, self._probe = self._probe, None
-        if probe is not None and probe[0] == n_devices:
-            return probe[1]
-        stream = self._make("train_stream", n_devices)
-        if probe is not None and probe[1] is not stream:
-            probe[1].close()
+        if probe is not None and (n_devices, shard) == (1, (0, 1)):
+            return probe
+        stream = self._make("train_stream", n_devices, shard)
+        if probe is not None and probe is not stream:
+            probe.close()
         return stream
 
-    def eval_stream(self, n_devices: int = 1) -> Stream:
-        """Returns a stream of evaluation batches."""
-        return self._make("eval_stream", n_devices)
+    def eval_stream(self, n_devices: int = 1, shard: Shard = (0, 1)) -> Stream:
+        """Returns a stream of evaluation batches, for process i of n (`shard`)."""
+        return self._make("eval_stream", n_devices, shard)
 
-    def train_eval_stream(self, n_devices: int = 1) -> Stream:
+    def train_eval_stream(self, n_devices: int = 1, shard: Shard = (0, 1)) -> Stream:
         """Returns a stream of batches from the training data to evaluate on."""
-        return self._make("train_eval_stream", n_devices)
+        return self._make("train_eval_stream", n_devices, shard)
 
     @property
     def input_shape(self) -> tuple[int, ...]:
@@ -168,19 +169,20 @@ class Inputs:
     def _look(self) -> list[tuple[tuple[int, ...], np.dtype]]:
         if self._example is None:
             if self._probe is None:
-                self._probe = (1, self._make("train_stream", 1))
+                self._probe = self._make("train_stream", 1)
             try:
-                parts = self._probe[1].peek()
+                parts = self._probe.peek()
             except StopIteration:
                 raise ValueError("the training stream holds no batch") from None
             self._example = [(part.shape, part.dtype) for part in parts]
         return self._example
 
-    def _make(self, kind: str, n_devices: int) -> Stream:
+    def _make(self, kind: str, n_devices: int, shard: Shard = (0, 1)) -> Stream:
         source = self._sources[kind]
         if isinstance(source, Stream):
-            return _fresh(source)
-        stream = as_stream(source, n_devices)
+            stream = _fresh(source)
+            return stream if shard[1] == 1 else stream.sharded(shard)
+        stream = as_stream(source, n_devices, shard)
         for earlier in self._latest.values():
             if earlier is stream:  # a function that returns one Stream at every call
                 return _fresh(stream)

@@ -3,6 +3,7 @@
 Second in the order of `retrax.data`, after `streams`.
 """
 
+import functools
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import numpy as np
 from absl import logging
 
+from retrax.data.shares import ShareStream
 from retrax.data.streams import Batch, Position, Stream, as_batch, check_kind
 
 
@@ -161,7 +163,9 @@ class _PositionedStream(Stream):
         _close(self._iterator)
 
 
-def as_stream(source: Any, n_devices: int = 1) -> Stream:
+def as_stream(
+    source: Any, n_devices: int = 1, shard: tuple[int, int] = (0, 1)
+) -> Stream:
     """Returns any usual source of batches as a Stream.
 
     Accepts a Stream (returned as it is), an iterator or generator, a function that
@@ -169,6 +173,13 @@ def as_stream(source: Any, n_devices: int = 1) -> Stream:
     list of batches, and any other iterable that can be run through more than once,
     such as a `tf.data.Dataset` or a data loader. An iterator of one's own that has
     `state()` and `restore(state)` keeps them.
+
+    Args:
+      source: where batches come from.
+      n_devices: for functions that take it.
+      shard: (i, n), where n processes read together and this is number i. A function
+        that takes `shard` gets it, and gives batches of its own rows only; see
+        `ShareStream`. Others give all rows.
 
     Raises:
       TypeError: the source is none of these; the text names what was got.
@@ -180,19 +191,22 @@ def as_stream(source: Any, n_devices: int = 1) -> Stream:
     """
     check_source(source, "as_stream")
     if isinstance(source, Stream):
-        return source
+        return source if shard[1] == 1 else source.sharded(shard)
     if isinstance(source, list):
         return ListStream(source)
     if isinstance(source, Iterator):
         return _wrap(source)
     if _is_reiterable(source):
         return GeneratorStream(lambda: source)
+    if _takes_shard(source):
+        stream = as_stream(functools.partial(source, shard=shard), n_devices)
+        return stream if shard[1] == 1 else ShareStream(stream, shard)
     make = _bind_devices(source, n_devices)
     made = make()
     if isinstance(made, Stream) or not isinstance(made, Iterator):
         if callable(made) and not _is_reiterable(made):
             raise TypeError(f"{source!r:.80} must return batches, got {made!r:.80}")
-        return as_stream(made)
+        return as_stream(made, n_devices, shard)
     return _wrap(made, make)
 
 
@@ -226,6 +240,15 @@ def _another(new: Any, old: Iterator[Any]) -> Any:
             "make the generator inside the function"
         )
     return new
+
+
+def _takes_shard(fn: Callable[..., Any]) -> bool:
+    if isinstance(fn, functools.partial) and "shard" in fn.keywords:
+        return False
+    try:
+        return "shard" in inspect.signature(fn).parameters
+    except ValueError:  # some functions written in C have no signature
+        return False
 
 
 def _bind_devices(fn: Callable[..., Any], n_devices: int) -> Callable[[], Any]:

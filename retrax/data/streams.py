@@ -94,6 +94,15 @@ class Stream(Iterator[Batch]):
         self._held = None
         self.seek(state)
 
+    def sharded(self, shard: tuple[int, int]) -> "Stream":
+        """Returns a stream for process i of n, (i, n), that may read its rows only.
+
+        Batches have all rows, but those of other processes may be zeros; see `shares`.
+        A stream that cannot do with less, as this one, reads all of them.
+        """
+        del shard
+        return self
+
     def close(self) -> None:
         """Releases what the stream holds; a closed stream has ended."""
         self._held = None
@@ -185,6 +194,11 @@ class TakenStream(Stream):
 
     def fresh(self) -> Stream:
         return TakenStream(self._stream.fresh(), self._n)
+
+    def sharded(self, shard: tuple[int, int]) -> Stream:
+        stream = TakenStream(self._stream.sharded(shard), self._n)
+        stream._taken = self._taken
+        return stream
 
     def close(self) -> None:
         super().close()
