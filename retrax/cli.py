@@ -38,6 +38,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.path.insert(0, os.getcwd())
     from retrax.command_line import commands
 
+    code = _run(commands, args)
+    if code:
+        commands.leave(code)
+    return code
+
+
+def _run(commands: Any, args: argparse.Namespace) -> int:
+    """Runs a command, and turns errors into messages and exit codes."""
     if args.debug:
         return commands.run(args)
     try:
@@ -67,6 +75,7 @@ def _parser() -> argparse.ArgumentParser:
     train.add_argument(
         "--output_dir", help="directory for checkpoints and logs; without it none"
     )
+    _add_host_flags(train)
     evaluate = commands.add_parser("eval", help="evaluate a trained run")
     evaluate.add_argument("dir", help="the run's output directory")
     evaluate.add_argument("--checkpoint", help="file to use instead of model.pkl")
@@ -80,6 +89,7 @@ def _parser() -> argparse.ArgumentParser:
         commands.add_parser("inspect", help="show what a model needs to be trained")
     )
     _add_comparing(commands)
+    _add_launch(commands)
     commands.add_parser("configs", help="list the configurations that ship")
     commands.add_parser("doctor", help="show versions, devices, memory")
     for command in commands.choices.values():
@@ -120,6 +130,41 @@ def _add_comparing(commands: Any) -> None:
         "--seed", type=int, default=0, help="another one, other steps (default 0)"
     )
     verify.add_argument("--dir", help="keep the two runs here; by default nowhere")
+
+
+def _add_host_flags(parser: argparse.ArgumentParser) -> None:
+    hosts = parser.add_argument_group(
+        "several processes", "each is started by itself; also by JAX_... or SLURM"
+    )
+    hosts.add_argument(
+        "--coordinator", metavar="HOST:PORT", help="of process 0, reachable from all"
+    )
+    hosts.add_argument("--num_processes", type=int, help="how many train together")
+    hosts.add_argument("--process_id", type=int, help="number of this one, from 0")
+    hosts.add_argument(
+        "--connect_timeout",
+        type=float,
+        default=60.0,
+        help="seconds in which all have to come (default 60)",
+    )
+
+
+def _add_launch(commands: Any) -> None:
+    launch = commands.add_parser(
+        "launch", help="start a command in several processes on this machine"
+    )
+    launch.add_argument(
+        "-n", "--num_processes", type=int, default=2, help="how many (default 2)"
+    )
+    launch.add_argument(
+        "--devices", type=int, help="CPU devices of each process (default 1)"
+    )
+    launch.add_argument(
+        "rest",
+        nargs=argparse.REMAINDER,
+        metavar="-- command",
+        help="such as: -- train --config_file=digits_mlp.gin --output_dir=run",
+    )
 
 
 def _add_predict_flags(parser: argparse.ArgumentParser) -> None:

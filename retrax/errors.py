@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["CheckpointError", "ConfigError", "DataError", "LayerError"]
+__all__ = ["CheckpointError", "ConfigError", "DataError", "HostError", "LayerError"]
 
 
 class ConfigError(ValueError):
@@ -21,6 +21,10 @@ class CheckpointError(ValueError):
 
 class DataError(ValueError):
     """A stream gives batches that the training step cannot take."""
+
+
+class HostError(ValueError):
+    """The processes of one run do not find each other, do not agree, or one is gone."""
 
 
 class LayerError(ValueError):

@@ -18,6 +18,7 @@ from retrax.command_line import (
     compare,
     configs,
     inspect,
+    launch,
     plot,
     predict,
     runs,
@@ -32,6 +33,8 @@ __all__ = ["INTERRUPTED", "NOT_SAVED", "USER_ERRORS", "message", "run"]
 INTERRUPTED = Interrupted
 NOT_SAVED = NotSaved
 USER_ERRORS = (ValueError, TypeError, OSError)
+
+_connected: list[Any] = []  # The place of this process among those of a run.
 
 _CORE = ("jax", "jaxlib", "numpy", "optax", "gin-config", "absl-py", "psutil", "tqdm")
 _CORE_FILES = ("matplotlib", "tensorboardX")
@@ -49,6 +52,7 @@ def run(args: argparse.Namespace) -> int:
         "plot": plot.run,
         "compare": compare.run,
         "verify-resume": verify_resume.run,
+        "launch": launch.run,
         "configs": _configs,
         "doctor": _doctor,
     }[args.command](args)
@@ -65,7 +69,7 @@ def message(e: BaseException) -> str:
 
 def _train(args: argparse.Namespace) -> int:
     from retrax.supervised import trainer_lib
-    from retrax.trainer import allocator
+    from retrax.trainer import allocator, meeting
 
     allocator.keep_freed_memory()
 
@@ -74,9 +78,25 @@ def _train(args: argparse.Namespace) -> int:
             "nothing says what to train: give --config_file. These ship: "
             f"{', '.join(configs.shipped())}."
         )
+    _connected.append(
+        meeting.connect(
+            args.coordinator, args.num_processes, args.process_id, args.connect_timeout
+        )
+    )
     configs.read(args.config_file, args.config)
     trainer_lib.train(output_dir=args.output_dir)
     return 0
+
+
+def leave(code: int) -> None:
+    """Ends a process that failed where others train with it.
+
+    JAX would wait for them at exit, and they for this one.
+    """
+    if any(_connected):
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
 
 
 def _eval(args: argparse.Namespace) -> int:

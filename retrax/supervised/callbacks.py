@@ -229,7 +229,8 @@ class TimeLimit(Callback):
         if spent + 2 * self._longest + self._margin >= self._limit:
             self.run.stop(
                 f"TimeLimit: {spent:.1f} of {self._limit:g} seconds are over. Run the "
-                "same command again to continue."
+                "same command again to continue.",
+                everywhere=False,
             )
 
 

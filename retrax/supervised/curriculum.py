@@ -278,8 +278,9 @@ class CurriculumTrainer(Trainer):
         self.history.append(
             "train", "training/learning_rate", self.step, self.learning_rate
         )
-        if self._draws_thoughts and self._session.output_dir is not None:
-            self._draw(batches[0], weights, state, self._session.output_dir)
+        folder = self._session.output_dir if self._session.writes else None
+        if self._draws_thoughts and folder is not None:
+            self._draw(batches[0], weights, state, folder)
         if excess is not None:
             self._judge(excess)
 

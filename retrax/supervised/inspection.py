@@ -194,7 +194,7 @@ class Profile(Callback):
             raise ConfigError("Profile: give a folder, since there is no output_dir.")
 
     def on_step_begin(self, step: int) -> None:
-        if step == self._first:
+        if step == self._first and self.run.writes:
             folder = self._folder or self.run.output_dir / "profile"
             jax.block_until_ready(self.run.step_trainer.carry)
             jax.profiler.start_trace(os.fspath(folder))

@@ -23,6 +23,7 @@ from retrax.trainer import (
     Trainer,
     TrainerState,
     epochs,
+    hosts,
     load_trainer_state,
 )
 from retrax.trainer.arguments import made_inputs, made_model
@@ -260,8 +261,10 @@ def _make_loop(
     inputs = made_inputs(inputs)
     if not isinstance(loss_fn, tl.Layer):
         raise TypeError(f"loss_fn must be a loss layer, got {loss_fn!r}.")
-    n = options["n_devices"] or 1
-    train_stream = inputs.train_stream(n)
+    n: tuple[Any, ...] = (options["n_devices"] or 1,)
+    if hosts.count() > 1:
+        n = (*n, hosts.shard())
+    train_stream = inputs.train_stream(*n)
     task = TrainTask(train_stream, loss_fn, optimizer, schedule, loss_name="loss")
     if metrics is None:
         metrics = default_metrics(loss_fn, target_rank(task.sample_batch))
@@ -274,7 +277,7 @@ def _make_loop(
         names, layers = list(metrics), list(metrics.values())
         return EvalTask(stream, layers, names, eval_steps, export_prefix=prefix)
 
-    eval_tasks = [] if eval_steps == 0 else [eval_task(inputs.eval_stream(n))]
+    eval_tasks = [] if eval_steps == 0 else [eval_task(inputs.eval_stream(*n))]
     eval_tasks += [eval_task(s.stream, s.name) for s in more.eval_streams]
     return loop_class(
         made_model(model, "train"),
@@ -299,7 +302,8 @@ def _run(
                 f"--config='train.steps = {2 * steps}'."
             )
             return
-        trainer.log_step(f"Starting training on {_devices_text(trainer.n_devices)}.")
+        where = _devices_text(trainer.n_devices, hosts.count())
+        trainer.log_step(f"Starting training on {where}.")
         trainer.print_n_weights()
         if save_graphs:
             trainer.save_computation_graphs()
@@ -312,8 +316,9 @@ def _run(
         trainer.close()
 
 
-def _devices_text(n: int) -> str:
-    return "1 device" if n == 1 else f"{n} devices"
+def _devices_text(n: int, n_hosts: int) -> str:
+    text = "1 device" if n == 1 else f"{n} devices"
+    return text if n_hosts == 1 else f"{text} of {n_hosts} processes"
 
 
 def _check_count(name: str, value: Any, least: int, optional: bool = False) -> None:

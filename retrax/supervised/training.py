@@ -283,7 +283,7 @@ class Loop(HasSession):
         begin, end = session.step, session.step + n_steps
         session.log.set_total(end)
         if begin == 0 and gin.operative_config_str():
-            session.save_gin()
+            self.save_gin()
         self._reported = (begin, time.monotonic())
         with session.running() as interrupts:
             if session.evaluation_due:
@@ -507,7 +507,7 @@ class Loop(HasSession):
 
     def save_computation_graphs(self) -> None:
         """Saves the forward computation as text, forward.txt (StableHLO)."""
-        self._session.save_computation_graph(self.tasks[0].sample_batch)
+        self._save_graph(self.tasks[0].sample_batch)
 
     def close(self) -> None:
         """Waits for the last checkpoint, ends logging and closes the data."""

@@ -7,6 +7,7 @@ Trainers hold one each; the format is `retrax.storage`, the content `state`. It 
 from __future__ import annotations
 
 import functools
+import tempfile
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -17,7 +18,7 @@ from absl import logging
 from retrax import storage
 from retrax.errors import CheckpointError, ConfigError
 from retrax.storage import atomic, plain
-from retrax.trainer import retention
+from retrax.trainer import hosts, retention
 from retrax.trainer.checkpoint_policy import CheckpointPolicy
 from retrax.trainer.history import History
 from retrax.trainer.host_copy import HostCopy
@@ -77,6 +78,12 @@ class Checkpointer:
         """
         self.output_dir = output_dir
         self.policy = CheckpointPolicy() if policy is None else policy
+        self._writes = hosts.is_first()
+        if self.policy.every_minutes is not None and hosts.count() > 1:
+            raise ConfigError(
+                "CheckpointPolicy: every_minutes is by each process's own clock, and "
+                "several processes must save at the same step: use every_steps."
+            )
         self._wanted = enabled
         self._kept_steps = frozenset(kept_steps)
         self._best_of = {"highest": highest, "lowest": lowest}
@@ -166,6 +173,10 @@ class Checkpointer:
             raise ConfigError("there is no output_dir to save a checkpoint in.")
         self.wait()
         self._saved_at = time.monotonic()
+        if not self._writes:
+            if prefix == "model":
+                self._saved_step = payload["step"]
+            return
         names = self._further_names(payload, keep, prefix)
         write = functools.partial(self._write, self.output_dir, prefix, names)
         if wait:
@@ -288,6 +299,29 @@ class Checkpointer:
           CheckpointError: what is there is damaged or no run's state.
         """
         self.wait()
+        if hosts.count() == 1:
+            return self._load(path)
+        found: list[Any] = []
+
+        def read() -> bytes:
+            found.append(self._load(path))
+            if found[0] is None:
+                return b""
+            used = found[0][1]
+            return str(used).encode() + b"\0" + used.read_bytes()
+
+        data = hosts.from_first(read)
+        if self._writes:
+            return found[0]
+        if not data:
+            return None
+        name, _, body = data.partition(b"\0")
+        with tempfile.TemporaryDirectory() as folder:
+            copy = Path(folder) / CHECKPOINT_NAME
+            copy.write_bytes(body)
+            return storage.load(copy), Path(name.decode())
+
+    def _load(self, path: Path | None) -> tuple[dict[str, Any], Path] | None:
         if path is not None:
             payload, used = storage.load_newest(path)
             check_kind(payload, used)
@@ -309,12 +343,16 @@ class Checkpointer:
         Raises:
           ConfigError: another run has it; names its process and host.
         """
+        hosts.from_first(self._acquire)
+
+    def _acquire(self) -> bytes:
         if self._lock is not None:
             self._lock.release()
             self._lock = None
         if self.enabled and self.output_dir is not None:
             self._lock = RunLock(self.output_dir)
             self._lock.acquire()
+        return b""
 
     def move_to(self, output_dir: Path | None) -> None:
         """Saves in another directory from now on."""
@@ -325,7 +363,7 @@ class Checkpointer:
 
     def note(self, status: Status, step: int, reason: str = "") -> None:
         """Notes in run.json how the run stands: at its start, and at its end."""
-        if self.enabled and self.output_dir is not None:
+        if self.enabled and self._writes and self.output_dir is not None:
             write_record(self.output_dir, status, step, reason)
 
     def close(self) -> None:

@@ -2,11 +2,13 @@
 
 A function to compile takes (carry, shared, batch) and returns (carry, out). The carry
 goes round from step to step and is donated; `shared` is the same on all devices; every
-array of the batch is cut along its first axis, one piece for each device.
+array of the batch is cut along its first axis, one piece for each device. Where several
+processes train together, each hands in its own rows of the batch.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +16,8 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from retrax.errors import ConfigError
+from retrax.errors import ConfigError, DataError
+from retrax.trainer import hosts
 from retrax.trainer.sharding import BATCH as AXIS
 from retrax.trainer.sharding import MODEL, Sharding, plan
 
@@ -31,55 +34,61 @@ class Devices:
     def __init__(
         self,
         n_devices: int | None = None,
-        backend: str = "shard_map",
+        backend: str | None = None,
         sharding: Sharding | None = None,
     ) -> None:
         """Chooses devices.
 
         Args:
-          n_devices: how many local devices to use; None means all of them.
-          backend: what splits the batch over several devices: 'shard_map', or 'pmap',
-            which gives the same numbers the older way. One device always uses jit.
+          n_devices: how many devices to use, of all processes together; None means all
+            of them.
+          backend: what splits the batch over the devices: 'shard_map', or 'pmap', which
+            gives the same numbers the older way, in one process. None is 'shard_map'
+            for several, and plain jit for one.
           sharding: which weights are cut over the devices; None for none of them. The
             step is then compiled as one of a single device, and XLA cuts it.
 
         Raises:
-          ConfigError: there are fewer devices, or the backend is unknown.
+          ConfigError: there are fewer devices, or the backend is unknown, or processes
+            cannot have equal parts of what is to be cut.
         """
-        if backend not in BACKENDS:
+        if backend not in (None, *BACKENDS):
             raise ConfigError(f"backend must be one of {BACKENDS}, got {backend!r}.")
-        local = jax.local_devices()
-        n = len(local) if n_devices is None else n_devices
-        if isinstance(n, bool) or not isinstance(n, (int, np.integer)) or n < 1:
-            raise ConfigError(f"n_devices must be a positive whole number, got {n!r}.")
-        if n > len(local):
-            raise ConfigError(
-                f"n_devices={n} but there are {len(local)} ({local[0].platform}). To "
-                "try several devices on the CPU start the process with "
-                f"XLA_FLAGS=--xla_force_host_platform_device_count={n}."
-            )
-        self.n = int(n)
+        self.shard = hosts.shard()
+        if backend == "pmap" and self.shard[1] > 1:
+            raise ConfigError("several processes need backend='shard_map', got 'pmap'.")
+        self._devices = _chosen(n_devices)
+        self.n = len(self._devices)
         self.sharding = sharding if self.n > 1 else None
-        self.backend = backend if n > 1 else "jit"
-        self.axis = AXIS if n > 1 and sharding is None else None
-        self._devices = local[: self.n]
+        several = self.n > 1 or backend == "shard_map"
+        self.backend = backend or "shard_map" if several else "jit"
+        self.axis = AXIS if several and sharding is None else None
         self._mesh: Any = None
         self.n_cuts = self.n  # How many pieces a batch is cut into.
         if self.sharding is not None:
             shape = self.sharding.mesh_shape(self.n)
+            self._check_grid(shape)
             self.n_cuts = shape[0]
             self._mesh = Mesh(
                 np.array(self._devices).reshape(shape),
                 (AXIS, MODEL),
                 axis_types=(AxisType.Auto,) * 2,
             )
-        elif self.n > 1:
+        elif several:
             self._mesh = Mesh(
                 np.array(self._devices), (AXIS,), axis_types=(AxisType.Auto,)
             )
         # JAX 0.10 can deadlock its own thread pool when several multi-device CPU
         # programs are in flight, so there each call is waited for.
-        self._wait = self.n > 1 and local[0].platform == "cpu"
+        self._wait = self.n > 1 and self._devices[0].platform == "cpu"
+
+    def _check_grid(self, shape: tuple[int, int]) -> None:
+        n_own = self.n // self.shard[1]
+        if n_own % shape[1]:
+            raise ConfigError(
+                f"n_model={shape[1]} does not divide the {n_own} devices of a process; "
+                "the devices that share one part of a batch must be of one process."
+            )
 
     def compile(
         self,
@@ -114,7 +123,11 @@ class Devices:
             out_specs=one,
             check_vma=False,
         )
-        return self._waiting(jax.jit(mapped, donate_argnums=donated))
+        compiled = self._waiting(jax.jit(mapped, donate_argnums=donated))
+        if self.shard[1] == 1:
+            return compiled
+        place = self.cut if split else _refused
+        return lambda carry, shared, batch: compiled(carry, shared, place(batch))
 
     def compile_block(self, fn: StepFn, donate: bool = True) -> StepFn:
         """Compiles a function whose result in part stays where it is.
@@ -139,21 +152,39 @@ class Devices:
         return self._waiting(jax.jit(mapped, donate_argnums=donated))
 
     def cut(self, tree: Any) -> Any:
-        """Copies a tree to the devices, each array cut along its first axis."""
+        """Copies a tree to the devices, each array cut along its first axis.
+
+        Args:
+          tree: arrays; of several processes each gives its own rows, equally many.
+        """
         if self._mesh is None:
             return jax.device_put(tree, self._devices[0])
-        return jax.device_put(tree, NamedSharding(self._mesh, PartitionSpec(AXIS)))
+        where = NamedSharding(self._mesh, PartitionSpec(AXIS))
+        if self.shard[1] == 1:
+            return jax.device_put(tree, where)
+
+        def joined(x: Any) -> Any:
+            x = np.asarray(x)
+            x = x.astype(jax.dtypes.canonicalize_dtype(x.dtype), copy=False)
+            shape = (x.shape[0] * self.shard[1], *x.shape[1:])
+            return jax.make_array_from_process_local_data(where, x, shape)
+
+        return jax.tree.map(joined, tree)
 
     def _compile_sharded(
         self, fn: StepFn, donated: tuple[int, ...], split: bool, placement: Any
     ) -> StepFn:
         one = NamedSharding(self._mesh, PartitionSpec())
-        cut = NamedSharding(self._mesh, PartitionSpec(AXIS))
         compiled = jax.jit(fn, donate_argnums=donated, out_shardings=(placement, one))
+        if split:
+            place = self.cut
+        elif self.shard[1] == 1:
+            place = functools.partial(jax.device_put, device=one)
+        else:
+            place = _refused
 
         def call(carry: Any, shared: Any, batch: Any) -> tuple[Any, Any]:
-            batch = jax.device_put(batch, cut if split else one)
-            return compiled(carry, shared, batch)
+            return compiled(carry, shared, place(batch))
 
         return self._waiting(call)
 
@@ -182,10 +213,12 @@ class Devices:
 
     def _waiting(self, fn: StepFn) -> StepFn:
         if not self._wait:
-            return fn
-        return lambda carry, shared, batch: jax.block_until_ready(
-            fn(carry, shared, batch)
-        )
+            return fn if self.shard[1] == 1 else hosts.telling(fn)
+
+        def call(carry: Any, shared: Any, batch: Any) -> tuple[Any, Any]:
+            return jax.block_until_ready(fn(carry, shared, batch))
+
+        return call if self.shard[1] == 1 else hosts.telling(call)
 
     def put(self, tree: Any, placement: Any = None) -> Any:
         """Copies a tree to the devices, whole on each; the caller owns the result.
@@ -198,14 +231,88 @@ class Devices:
         # may_alias=False is not enough: the copy on the original's device is no copy.
         if self._mesh is None:
             return jax.device_put(tree, self._devices[0], may_alias=False)
-        own = jax.tree.map(lambda x: jax.numpy.array(x, copy=True), tree)
+        own = jax.tree.map(_own_copy, tree)
         if placement is None:
             placement = NamedSharding(self._mesh, PartitionSpec())
-        return jax.device_put(own, placement)
+        if self.shard[1] == 1:
+            return jax.device_put(own, placement)
+        # Not device_put: it would compare the values of all processes each time.
+        if isinstance(placement, NamedSharding):
+            return jax.tree.map(lambda x: _placed(x, placement), own)
+        return jax.tree.map(_placed, own, placement)
 
     def fetch(self, tree: Any) -> Any:
-        """Copies a tree to the default device, from one device if it is whole there."""
-        return jax.tree.map(_fetched, tree)
+        """Copies a tree to the default device, from one device if it is whole there.
+
+        What is cut over the devices of several processes is joined by all of them; so
+        all have to call this.
+        """
+        return jax.tree.map(lambda x: _fetched(self.whole(x)), tree)
+
+    def whole(self, tree: Any) -> Any:
+        """Joins what is cut over the devices of several processes, which all call it.
+
+        Other arrays are returned as they are.
+        """
+        one = None
+        if self.shard[1] > 1:
+            one = NamedSharding(self._mesh, PartitionSpec())
+
+        def join(x: Any) -> Any:
+            here = not isinstance(x, jax.Array) or x.is_fully_addressable
+            if one is None or here or x.is_fully_replicated:
+                return x
+            joined = jax.jit(lambda x: x, out_shardings=one)(x)
+            return jax.block_until_ready(joined) if self._wait else joined
+
+        return jax.tree.map(join, tree)
+
+
+def _chosen(n_devices: int | None) -> list[Any]:
+    """The devices to use: equally many of each process, in the order of processes."""
+    n_hosts = hosts.count()
+    there = jax.local_devices() if n_hosts == 1 else jax.devices()
+    n = len(there) if n_devices is None else n_devices
+    if isinstance(n, bool) or not isinstance(n, (int, np.integer)) or n < 1:
+        raise ConfigError(f"n_devices must be a positive whole number, got {n!r}.")
+    if n > len(there):
+        where = "" if n_hosts == 1 else f" in {n_hosts} processes"
+        raise ConfigError(
+            f"n_devices={n} but there are {len(there)} ({there[0].platform}){where}. "
+            "To try several devices on the CPU start the process with "
+            f"XLA_FLAGS=--xla_force_host_platform_device_count={n}."
+        )
+    if n_hosts == 1:
+        return there[:n]
+    own = [[d for d in there if d.process_index == i] for i in range(n_hosts)]
+    fewest = min(map(len, own))
+    if n % n_hosts or n // n_hosts > fewest:
+        raise ConfigError(
+            f"n_devices={n} over {n_hosts} processes with {[*map(len, own)]} devices: "
+            "each process must give as many as the others."
+        )
+    return [device for devices in own for device in devices[: n // n_hosts]]
+
+
+def _refused(batch: Any) -> Any:
+    """Refuses to give each device the whole batch, of which processes have parts."""
+    if jax.tree.leaves(batch):
+        raise DataError(
+            "a batch does not divide over the devices, and the loss (or a metric) "
+            "cannot leave padding out: with several processes use one that reports its "
+            "weight, or batches that divide."
+        )
+    return batch
+
+
+def _own_copy(x: Any) -> Any:
+    if hosts.count() == 1:
+        return jax.numpy.array(x, copy=True)
+    return np.array(x, jax.dtypes.canonicalize_dtype(jax.numpy.result_type(x)))
+
+
+def _placed(x: Any, where: NamedSharding) -> Any:
+    return jax.make_array_from_callback(x.shape, where, lambda part: x[part])
 
 
 def _fetched(x: Any) -> Any:

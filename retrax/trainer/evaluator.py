@@ -26,7 +26,7 @@ from retrax.layers.running import (
 from retrax.layers.stack import inputs_from_stack, outputs_onto_stack
 from retrax.shapes import signature
 from retrax.trainer.devices import Devices
-from retrax.trainer.padding import cut_rows, pad_rows
+from retrax.trainer.padding import cut_rows, divides, pad_rows
 from retrax.trainer.precision import Policy, as_policy
 from retrax.trainer.reduce import Reduce
 from retrax.trainer.step import aux_of
@@ -156,7 +156,8 @@ class Evaluator:
         rng = jax.random.key(0) if rng is None else rng
         sums, given = self._batch_sums(batch, weights, state, rng, 0, whole=True)
         metrics = {n: (_mean(pair), pair[1]) for n, pair in sums.items()}
-        given = cut_rows(given, batch[0].shape[0])
+        devices = self._devices
+        given = cut_rows(given, batch[0].shape[0], devices.n_cuts, devices.shard[1])
         kinds = [
             {n: x for n, x in given.items() if n.startswith(prefix)}
             for prefix in (SUMMARY_PREFIX, PER_EXAMPLE_PREFIX)
@@ -173,13 +174,12 @@ class Evaluator:
         whole: bool = False,
     ) -> Any:
         split, mask = True, None
-        n_pad = -batch[0].shape[0] % self._devices.n_cuts
-        if n_pad:
+        if not divides(batch[0].shape[0], self._devices.n_cuts):
             if self._maskable is None:
                 self._maskable = self._can_mask(batch, weights, state)
             split = self._maskable
-            if split:
-                batch, mask = pad_rows(batch, n_pad)
+        if split:
+            batch, mask = pad_rows(batch, self._devices.n_cuts, self._devices.shard)
         if (split, whole) not in self._compiled:
             # Devices that all take the whole batch have nothing to join.
             axis = self._devices.axis if split else None

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax
+import numpy as np
+
+from retrax import trees
+from retrax.layers import tree as layer_tree
 from retrax.trainer.history import History
+from retrax.trainer.run_dir import gin_text
 from retrax.trainer.session import Session
 
 __all__ = ["HasSession"]
@@ -42,8 +48,29 @@ class HasSession:
 
     def print_n_weights(self) -> None:
         """Writes how many trainable weights the model has."""
-        self._session.print_n_weights()
+        step_trainer = self.step_trainer
+        layer, weights = step_trainer.model_with_loss, step_trainer.carry.weights
+        trainable = layer_tree.trainable_list(layer, weights)
+        trained, _ = trees.partition(weights, trainable)
+        n = trees.n_bytes(trained, lambda x: int(np.prod(x.shape)))
+        self.log_step(f"Total number of trainable weights: {n}")
 
     def save_gin(self) -> None:
         """Saves the operative gin configuration as config.gin."""
-        self._session.save_gin()
+        session = self._session
+        if session.output_dir is None or not session.writes:
+            return
+        text = gin_text()
+        (session.output_dir / "config.gin").write_text(text)
+        session.log.text("gin_config", text)
+
+    def _save_graph(self, batch: tuple[Any, ...]) -> None:
+        """Saves the forward computation of a batch as forward.txt (StableHLO)."""
+        session = self._session
+        if session.output_dir is None or not session.writes:
+            return
+        model = session.model
+        x = batch[0] if model.n_in == 1 else batch[: model.n_in]
+        (weights, _), (state, _) = self.step_trainer.carry[:2]
+        lowered = jax.jit(model.pure_fn).lower(x, weights, state, session.rng)
+        (session.output_dir / "forward.txt").write_text(lowered.as_text())

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 
 from retrax.layers.base import Layer
+from retrax.trainer import hosts
 
 __all__ = ["init_model"]
 
@@ -20,6 +21,8 @@ def init_model(
     keep: bool = False,
 ) -> None:
     """Initialises Serial(model, loss) for batches of a signature.
+
+    Several processes all get the values of the first.
 
     Args:
       model_with_loss: the model and its loss.
@@ -34,4 +37,13 @@ def init_model(
     if jax.tree.leaves(held):
         model.weights, model.state = held
     if init_checkpoint is not None:
-        model.init_from_file(os.fspath(init_checkpoint), weights_only=True)
+        path = os.fspath(init_checkpoint)
+
+        def read() -> bytes:
+            model.init_from_file(path, weights_only=True)
+            return b""
+
+        hosts.from_first(read)
+    if hosts.count() > 1:
+        whole = hosts.share_weights((model_with_loss.weights, model_with_loss.state))
+        model_with_loss.weights, model_with_loss.state = whole

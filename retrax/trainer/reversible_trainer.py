@@ -230,8 +230,7 @@ class ReversibleSerialTrainer(Lender):
         """Makes a batch divide over the devices: padded and masked, never dropped."""
         self._check_batch(batch)
         batch = self.policy.cast_inputs(self._model, batch)
-        n_pad = -batch[0].shape[0] % self.devices.n
-        return pad_rows(batch, n_pad) if n_pad else (batch, None)
+        return pad_rows(batch, self.devices.n, self.devices.shard)
 
     def _program(self, i: int, what: str) -> Any:
         """Returns a compiled program of unit i; equal units share it."""

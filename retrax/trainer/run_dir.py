@@ -9,16 +9,29 @@ from pathlib import Path
 import gin
 
 from retrax.errors import ConfigError
+from retrax.trainer import hosts
 
 __all__ = ["check_output_dir", "gin_text"]
 
 
-def check_output_dir(path: Path) -> None:
+def check_output_dir(path: Path | None) -> None:
     """Makes the directory if needed, and sees that files can be written in it.
+
+    Of several processes the first alone does so; what it finds all are told.
 
     Raises:
       ConfigError: it is a file, or nothing can be written there.
     """
+
+    def check() -> bytes:
+        if path is not None:
+            _check(path)
+        return b""
+
+    hosts.from_first(check)
+
+
+def _check(path: Path) -> None:
     if path.exists() and not path.is_dir():
         raise ConfigError(f"output_dir {path} is a file; choose a directory.")
     try:

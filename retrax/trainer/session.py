@@ -8,19 +8,19 @@ second copy of any of this. To callbacks it is the run.
 from __future__ import annotations
 
 import contextlib
+import signal
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
 import jax
-import numpy as np
 
-from retrax import trees
-from retrax.errors import CheckpointError
-from retrax.layers import tree as layer_tree
+from retrax.errors import CheckpointError, HostError
 from retrax.layers.base import Layer
+from retrax.trainer import hosts
 from retrax.trainer import state as run_state
+from retrax.trainer.agreement import Agreement, Silence
 from retrax.trainer.callback import CallbackList, StepValues
 from retrax.trainer.checkpointer import Checkpointer
 from retrax.trainer.history import History
@@ -65,6 +65,7 @@ class Session:
       learning_rate: that of the last step; None before the first.
       evaluation_due: whether the last step has still to be evaluated.
       stop_reason: why the run ends after this step; None if it goes on.
+      writes: whether this process writes files and text: of several the first alone.
       log, checkpointer, callbacks: the parts.
     """
 
@@ -90,10 +91,14 @@ class Session:
           log_every: steps between two entries on training in the log.
 
         Raises:
-          ConfigError: output_dir cannot be used.
+          ConfigError: output_dir cannot be used, or another process of this run has
+            another configuration.
         """
-        if output_dir is not None:
-            check_output_dir(output_dir)
+        self.writes = hosts.is_first()
+        self._agreement = Agreement()
+        if not self.writes:
+            log = RunLog(None, stream=Silence(), tensorboard=False, progress="off")
+        check_output_dir(output_dir)
         self.owner, self.output_dir = owner, output_dir
         self._given_log, self._writes_summaries = log, writes_summaries
         self._log_every = log_every
@@ -111,6 +116,7 @@ class Session:
         self.learning_rate: Any = None
         self.evaluation_due = False
         self.stop_reason: str | None = None
+        self._wish: str | None = None  # To stop, if other processes do not mind.
         self.callbacks.before_restore(0)
 
     def _open_log(self) -> None:
@@ -132,9 +138,18 @@ class Session:
         """What made the last step; `carry` has the current weights and state."""
         return self.owner.step_trainer
 
-    def stop(self, reason: str) -> None:
-        """Ends the run after this step, which is saved; `reason` is told and logged."""
-        self.stop_reason = self.stop_reason or reason
+    def stop(self, reason: str, everywhere: bool = True) -> None:
+        """Ends the run after this step, which is saved; `reason` is told and logged.
+
+        Args:
+          reason: why.
+          everywhere: all processes of the run decide so at this step. False: they do
+            not, such as by the clock; of several they first agree on the step.
+        """
+        if everywhere or hosts.count() == 1:
+            self.stop_reason = self.stop_reason or reason
+        else:
+            self._wish = self._wish or reason
 
     def say(self, text: str) -> None:
         """Writes a line with the step number for a person to read."""
@@ -225,7 +240,8 @@ class Session:
     @contextlib.contextmanager
     def running(self) -> Iterator[Interrupts]:
         """Runs the block as a run: signals are noted, an error saves the last step."""
-        self.stop_reason = None
+        self.stop_reason = self._wish = None
+        self._agreement.begin(self.step, self.owner.step_trainers)
         self.checkpointer.note("running", self.step)
         self._is_running = True
         with Interrupts() as interrupts:
@@ -238,7 +254,7 @@ class Session:
                 self.checkpointer.note("interrupted", self.step, str(e))
                 raise
             except Exception as e:
-                self._rescue()
+                self._rescue(quietly=isinstance(e, HostError))
                 self.checkpointer.note("failed", self.step, str(e))
                 raise
             finally:
@@ -253,12 +269,21 @@ class Session:
         Raises:
           NotSaved: training is done, but some checkpoints could not be written.
         """
-        self.checkpointer.finish(self.step, result)
+        try:
+            self.checkpointer.finish(self.step, result)
+        finally:  # Nobody leaves before the first process has written.
+            hosts.barrier("the end of a run")
         return result
 
     def look_at(self, interrupts: Interrupts | None) -> None:
-        """Saves and raises Interrupted if a signal came."""
-        if interrupts is None or interrupts.signum is None:
+        """Saves and raises Interrupted if a signal came, to any process of the run."""
+        signum = None if interrupts is None else interrupts.signum
+        signum, wish = self._agreement.look(
+            self.step, signum, self._wish is not None, self.owner.step_trainers
+        )
+        if wish:
+            self.stop_reason = self.stop_reason or self._wish or "another process"
+        if signum is None:
             return
         self.reporter.flush()
         where = "nothing was saved (no output_dir)"
@@ -266,13 +291,14 @@ class Session:
             self.owner.save_state(keep=False)
             wrong = self.checkpointer.settle()
             where = f"NOT saved: {wrong}" if wrong else f"saved in {self.output_dir}"
+        hosts.barrier("an interrupt")
         raise Interrupted(
-            f"Interrupted by {interrupts.name} after step {self.step}, {where}. "
-            "Run the same command again to continue.",
-            interrupts.signum,
+            f"Interrupted by {signal.Signals(signum).name} after step {self.step}, "
+            f"{where}. Run the same command again to continue.",
+            signum,
         )
 
-    def _rescue(self) -> None:
+    def _rescue(self, quietly: bool) -> None:
         """Saves the last finished step when something else has gone wrong."""
         done = self.checkpointer.saved_step
         if not self.checkpointer.enabled or self.step in (0, done):
@@ -283,7 +309,9 @@ class Session:
         except Exception as e:  # The error that brought us here is the one to see.
             wrong = str(e)
         if wrong:
-            self.say(f"Stopped by an error, and saving failed as well: {wrong}")
+            # When another process died in the middle of a step, the step is lost.
+            if not quietly:
+                self.say(f"Stopped by an error, and saving failed as well: {wrong}")
         else:
             self.say(f"Stopped by an error; this step is saved in {self.output_dir}.")
 
@@ -364,37 +392,9 @@ class Session:
         """Writes to another directory from here on."""
         if output_dir == self.output_dir:
             return
-        if output_dir is not None:
-            check_output_dir(output_dir)
+        check_output_dir(output_dir)
         self.output_dir = output_dir
         self.checkpointer.move_to(output_dir)
         if self._given_log is None:
             self.log.close()
             self._open_log()
-
-    def print_n_weights(self) -> None:
-        """Writes how many trainable weights the model has."""
-        step_trainer = self.step_trainer
-        layer, weights = step_trainer.model_with_loss, step_trainer.carry.weights
-        trainable = layer_tree.trainable_list(layer, weights)
-        trained, _ = trees.partition(weights, trainable)
-        n = trees.n_bytes(trained, lambda x: int(np.prod(x.shape)))
-        self.say(f"Total number of trainable weights: {n}")
-
-    def save_computation_graph(self, batch: tuple[Any, ...]) -> None:
-        """Saves the forward computation of a batch as forward.txt (StableHLO)."""
-        if self.output_dir is None:
-            return
-        model = self.model
-        x = batch[0] if model.n_in == 1 else batch[: model.n_in]
-        (weights, _), (state, _) = self.step_trainer.carry[:2]
-        lowered = jax.jit(model.pure_fn).lower(x, weights, state, self.rng)
-        (self.output_dir / "forward.txt").write_text(lowered.as_text())
-
-    def save_gin(self) -> None:
-        """Saves the operative gin configuration as config.gin."""
-        if self.output_dir is None:
-            return
-        text = gin_text()
-        (self.output_dir / "config.gin").write_text(text)
-        self.log.text("gin_config", text)

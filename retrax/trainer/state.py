@@ -134,7 +134,7 @@ def step_trainer_payload(step_trainer: Any, on_host: bool = True) -> dict[str, A
       on_host: copy values to the host, so that the next step may use up the originals.
         False gives the originals, for `Checkpointer.save`, which copies in its own way.
     """
-    carry = step_trainer.carry
+    carry = step_trainer.devices.whole(step_trainer.carry)
     if on_host:
         carry = trees.to_numpy(carry)
     weights, state = carry.weights, carry.state

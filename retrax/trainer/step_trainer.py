@@ -27,7 +27,7 @@ from retrax.trainer.devices import Devices
 from retrax.trainer.lender import Lender
 from retrax.trainer.loss_scale import LossScale
 from retrax.trainer.packing import Packing
-from retrax.trainer.padding import cut_rows, pad_rows
+from retrax.trainer.padding import cut_rows, divides, pad_rows
 from retrax.trainer.precision import Policy, as_loss_scale, as_policy
 from retrax.trainer.reduce import Reduce
 from retrax.trainer.sharding import Sharding, as_sharding
@@ -74,7 +74,7 @@ class StepTrainer(Lender):
         *,
         reduce: str = "weight",
         accumulate: int = 1,
-        backend: str = "shard_map",
+        backend: str | None = None,
         skip_nonfinite: bool = True,
         memory: str = "reversible",
         precision: str | Policy | None = None,
@@ -91,7 +91,7 @@ class StepTrainer(Lender):
           adasum: Trax's flag for reduce='adasum'.
           reduce: how replicas agree: 'weight', 'mean' or 'adasum'; see `Reduce`.
           accumulate: number of micro-batches a batch is cut into.
-          backend: 'shard_map' or 'pmap', for several devices.
+          backend: 'shard_map' or 'pmap', for several devices; see `Devices`.
           skip_nonfinite: leave everything as it was when a gradient is not finite.
           memory: what is kept for the backward pass: 'reversible': nothing of
             reversible layers, they are reversed; 'remat': only the inputs of such
@@ -188,7 +188,7 @@ class StepTrainer(Lender):
         self._carry, out = fn(self._carry, shared, xs)
         self._layers_current = False
         if pieces > 1:
-            out = cut_rows(out, batch[0].shape[0])
+            out = cut_rows(out, batch[0].shape[0], pieces, self.devices.shard[1])
         return out["loss"], out
 
     def loss(self, weights: Any, state: Any, rng: Any, batch: Any) -> tuple[Any, Aux]:
@@ -454,13 +454,10 @@ class StepTrainer(Lender):
         first = not self._compiled
         if first:
             self._check_batch(batch)
-        rows = batch[0].shape[0]
-        n_pad = -rows % pieces
+        rows, shard = batch[0].shape[0], self.devices.shard
         if first and self.devices.axis is not None:
             self._check_state_sync(batch)
-        if not n_pad:
-            return self._compiled.get(True) or self._compile(True), (batch, None)
-        if not self._can_mask(batch):
+        if not divides(rows, pieces) and not self._can_mask(batch):
             # A loss that cannot leave rows out: every device takes the whole batch.
             if self._accumulate > 1:
                 raise DataError(
@@ -471,7 +468,7 @@ class StepTrainer(Lender):
                 )
             return self._compiled.get(False) or self._compile(False), (batch, None)
         fn = self._compiled.get(True) or self._compile(True)
-        return fn, pad_rows(batch, n_pad)
+        return fn, pad_rows(batch, pieces, shard)
 
     def _can_mask(self, batch: tuple[Any, ...]) -> bool:
         """Whether the loss says how much a batch weighs when rows are masked."""

@@ -21,6 +21,7 @@ from retrax.layers.base import Layer
 from retrax.layers.combinators import Serial
 from retrax.optimizers.base import Optimizer
 from retrax.shapes import ShapeDtype
+from retrax.trainer import hosts
 from retrax.trainer import state as run_state
 from retrax.trainer.arguments import (
     check_arity,
@@ -228,8 +229,8 @@ class Trainer(HasSession):
             training data as many as there are in the evaluation data.
         """
         self._n_eval_steps = n_eval_steps
-        eval_stream = self._inputs.eval_stream(self.n_devices)
-        train_stream = self._inputs.train_eval_stream(self.n_devices)
+        eval_stream = self._stream_of("eval_stream")
+        train_stream = self._stream_of("train_eval_stream")
         n_train = n_eval_steps
         if n_train is None and train_stream.n_batches is None:
             n_train = eval_stream.n_batches
@@ -352,7 +353,7 @@ class Trainer(HasSession):
 
     def measure(self, weights: Any, state: Any) -> dict[str, float]:
         """Returns the evaluation metrics of other weights and state of the model."""
-        stream = checked(self._inputs.eval_stream(self.n_devices), same_shapes=False)
+        stream = checked(self._stream_of("eval_stream"), same_shapes=False)
         rng = self._session.eval_key(0)
         return self._evaluator.evaluate(stream, weights, state, rng, self._n_eval_steps)
 
@@ -373,7 +374,7 @@ class Trainer(HasSession):
         session.move_to(None if output_dir is None else Path(output_dir))
         self._close_stream()
         self.train_stream: Any = checked(
-            self._inputs.train_stream(self.n_devices), same_shapes=False
+            self._stream_of("train_stream"), same_shapes=False
         )
         path = None if init_checkpoint is None else Path(init_checkpoint)
         if session.load(path, self._restore):
@@ -465,13 +466,20 @@ class Trainer(HasSession):
 
     def save_computation_graphs(self) -> None:
         """Saves the forward computation as text, forward.txt (StableHLO)."""
-        batch = self._inputs.eval_stream(self.n_devices).peek()
-        self._session.save_computation_graph(batch)
+        batch = self._stream_of("eval_stream").peek()
+        self._save_graph(batch)
 
     def close(self) -> None:
         """Waits for the last checkpoint, ends logging, closes the training stream."""
         self._session.close()
         self._close_stream()
+
+    def _stream_of(self, kind: str) -> Any:
+        """Makes a stream of the inputs, of our share if several processes train."""
+        make = getattr(self._inputs, kind)
+        if hosts.count() == 1:
+            return make(self.n_devices)
+        return make(self.n_devices, hosts.shard())
 
     def _close_stream(self) -> None:
         stream: Any = getattr(self, "train_stream", None)

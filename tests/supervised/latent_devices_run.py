@@ -37,7 +37,7 @@ def losses_of(vectors, inputs):
     # Devices cut the first axis, which must be that of rows.
     rows = (tokens, start, levels, candidates, logits.swapaxes(0, 1))
     batch = (*rows, cand_logits.swapaxes(0, 1))
-    batch, mask = pad_rows(batch, len(tokens) % 2)
+    batch, mask = pad_rows(batch, 2)
     devices = Devices(2)
     reduce = Reduce(devices.axis, 2)
 
