@@ -81,8 +81,8 @@ def telling(fn: Callable[..., Any]) -> Callable[..., Any]:
                 raise
             raise HostError(
                 f"another process of this run is gone ({str(e).splitlines()[0]}). "
-                "Start all processes again, as many as before, with the same output_dir: the "
-                "run continues from its last checkpoint."
+                "Start all processes again, as many as before, with the same "
+                "output_dir: the run continues from its last checkpoint."
             ) from e
 
     return call
