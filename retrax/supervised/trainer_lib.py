@@ -30,6 +30,7 @@ from retrax.trainer.arguments import made_inputs, made_model
 from retrax.trainer.default_metrics import default_metrics, target_rank
 from retrax.trainer.epochs import at_steps
 from retrax.trainer.precision import Policy
+from retrax.trainer.sharding import Sharding
 
 __all__ = [
     "Loop",
@@ -99,6 +100,7 @@ def train(
     init_checkpoint: str | None = None,
     callbacks: Any = None,
     precision: str | Policy | None = None,
+    sharding: str | Sharding | None = None,
     n_weights_shards: int = 1,
     additional_train_tasks: Sequence[TrainTask] | None = None,
     additional_eval_tasks: Sequence[EvalTask] | None = None,
@@ -133,6 +135,7 @@ def train(
       init_checkpoint: checkpoint of another run to take the weights from.
       callbacks: see `Callback`; functions (classes) of the trainer that make them.
       precision: 'float32', 'mixed_bfloat16' or 'mixed_float16', or a `Policy`.
+      sharding: 'fsdp' or a `Sharding`, for several devices.
       n_weights_shards: 1; weights are whole on each device.
       additional_train_tasks: more tasks to train on, with a Loop.
       additional_eval_tasks: more tasks to evaluate on, with a Loop.
@@ -158,7 +161,7 @@ def train(
         "n_devices": num_devices(),
         "init_checkpoint": init_checkpoint,
     }
-    given = {"callbacks": callbacks, "precision": precision}
+    given = {"callbacks": callbacks, "precision": precision, "sharding": sharding}
     options |= {name: x for name, x in given.items() if x is not None}
     more = _Additional(
         tuple(additional_train_tasks or ()),

@@ -34,6 +34,7 @@ from retrax.trainer.resume import check_resume_data
 from retrax.trainer.reversible_trainer import ReversibleSerialTrainer
 from retrax.trainer.run_log import RunLog
 from retrax.trainer.session import Session
+from retrax.trainer.sharding import Sharding
 from retrax.trainer.state import CHECKPOINT_NAME
 from retrax.trainer.step_trainer import StepTrainer
 
@@ -91,6 +92,7 @@ class Loop(HasSession):
         init_checkpoint: str | os.PathLike[str] | None = None,
         resume_data: str = "replay",
         precision: str | Policy | None = None,
+        sharding: str | Sharding | None = None,
         step_options: Mapping[str, Any] | None = None,
         checkpoint_policy: CheckpointPolicy | None = None,
         log_every: int = 50,
@@ -134,6 +136,8 @@ class Loop(HasSession):
             anew, 'error' refuses.
           precision: 'float32', 'mixed_bfloat16', 'mixed_float16', or a `Policy`; also
             for evaluation.
+          sharding: 'fsdp' or a `Sharding`: how weights, slots and gradients are cut
+            over several devices; by default they are whole on each.
           step_options: more arguments for `StepTrainer`.
           checkpoint_policy: when to save beside all that, and what to keep.
           log_every: number of steps between two entries on training in the log.
@@ -172,7 +176,9 @@ class Loop(HasSession):
         _, rng = jax.random.split(session.seed_rng)
         self._tasks.init(self._model, rng, init_checkpoint)
         options = {"n_devices": n_devices, "adasum": adasum}
-        options |= step_options_with(precision, step_options)
+        options |= step_options_with(
+            step_options, precision=precision, sharding=sharding
+        )
         self._tasks.make_trainers(
             lambda whole, optimizer: self.make_step_trainer(whole, optimizer, **options)
         )

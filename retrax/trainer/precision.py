@@ -241,12 +241,9 @@ def as_loss_scale(loss_scale: Any, policy: Policy) -> LossScale:
     return loss_scale
 
 
-def step_options_with(
-    precision: str | Policy | None, options: Mapping[str, Any] | None
-) -> dict[str, Any]:
-    """Returns options of a step trainer, with a precision if one was asked for."""
-    options = dict(options or {})
-    return options if precision is None else {**options, "precision": precision}
+def step_options_with(options: Mapping[str, Any] | None, **more: Any) -> dict[str, Any]:
+    """Returns options of a step trainer, with those of `more` that are not None."""
+    return {**(options or {}), **{k: x for k, x in more.items() if x is not None}}
 
 
 def round_to(x: Any, dtype: Any) -> Any:

@@ -14,6 +14,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import gin
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -25,6 +26,7 @@ __all__ = ["BATCH", "MODEL", "Sharding", "as_sharding", "plan"]
 BATCH, MODEL = "batch", "model"
 
 
+@gin.configurable(module="retrax.trainer")
 @dataclasses.dataclass(frozen=True)
 class Sharding:
     """Which weights are cut, and over which devices.
@@ -35,7 +37,8 @@ class Sharding:
     Attributes:
       rules: regular expression -> `jax.sharding.PartitionSpec`, for weights whose path
         (as in `summary` and error texts, such as '0.Serial/1.Dense/0') holds a match;
-        the first one counts. Of the spec's axes each may be None, 'batch' or 'model'.
+        the first one counts. Of the spec's axes each may be None, 'batch' or 'model'. A
+        tuple of these will do as well, as gin has no specs.
       fsdp: cut what no rule is for along its longest axis that divides by the number of
         devices on axis 'batch'; other weights are whole on each device.
       n_model: number of devices along the axis 'model'.
@@ -49,6 +52,13 @@ class Sharding:
     rules: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     fsdp: bool = False
     n_model: int = 1
+
+    def __post_init__(self) -> None:
+        rules = {
+            pattern: PartitionSpec(*spec) if isinstance(spec, (list, tuple)) else spec
+            for pattern, spec in self.rules.items()
+        }
+        object.__setattr__(self, "rules", rules)
 
     def mesh_shape(self, n_devices: int) -> tuple[int, int]:
         """Returns the grid's sizes.

@@ -50,6 +50,7 @@ from retrax.trainer.resume import (
 )
 from retrax.trainer.run_log import RunLog
 from retrax.trainer.session import Session
+from retrax.trainer.sharding import Sharding
 from retrax.trainer.state import OptState, TrainerState
 from retrax.trainer.step_trainer import StepTrainer
 
@@ -97,6 +98,7 @@ class Trainer(HasSession):
         init_checkpoint: str | os.PathLike[str] | None = None,
         *,
         precision: str | Policy | None = None,
+        sharding: str | Sharding | None = None,
         step_options: Mapping[str, Any] | None = None,
         log_every: int = 50,
         log: RunLog | None = None,
@@ -124,8 +126,10 @@ class Trainer(HasSession):
           init_checkpoint: checkpoint of another run to take the weights from.
           precision: 'float32', 'mixed_bfloat16', 'mixed_float16', or a `Policy`; also
             for evaluation.
+          sharding: 'fsdp' or a `Sharding`: how weights, slots and gradients are cut
+            over several devices; by default they are whole on each.
           step_options: more arguments for `StepTrainer`: reduce, accumulate, backend,
-            skip_nonfinite, adasum, memory, loss_scale, sharding.
+            skip_nonfinite, adasum, memory, loss_scale.
           log_every: number of steps between two entries on training in the log.
           log: where to report; by default a new RunLog.
           checkpoint_policy: when to save beside evaluations, and what to keep; what gin
@@ -160,7 +164,9 @@ class Trainer(HasSession):
         self._init_checkpoint = init_checkpoint
         self._init_model()
         self._optimizer = made_optimizer(optimizer)
-        options = step_options_with(precision, step_options)
+        options = step_options_with(
+            step_options, precision=precision, sharding=sharding
+        )
         self.step_trainer = self.make_step_trainer(
             self._model_with_loss,
             self._optimizer,

@@ -113,7 +113,7 @@ def resumed(folder):
             folder,
             n_devices=n,
             should_write_summaries=False,
-            step_options={"sharding": sharding},
+            sharding=sharding,
             log=RunLog(stream=io.StringIO()),
         )
         trainer.run(steps, eval_frequency=None, eval_steps=1)
@@ -127,6 +127,40 @@ def resumed(folder):
         "resumed/parts": run(folder, 9, 4, "fsdp"),
         "resumed/whole": run(None, 9, 1),
     }
+
+
+def looped():
+    """Weights after `train` with a Loop, as a configuration asks for it."""
+    import gin
+    import jax
+
+    from retrax import data, optimizers
+    from retrax import layers as tl
+    from retrax.supervised import trainer_lib
+
+    found = {}
+    for name, n in (("cut", 4), ("whole", 1)):
+        with gin.unlock_config():
+            gin.parse_config(f"num_devices.value = {n}")
+            if name == "cut":
+                gin.parse_config("train.sharding = @Sharding()")
+                gin.parse_config("Sharding.rules = {'Dense.*/0$': (None, 'model')}")
+                gin.parse_config("Sharding.n_model = 2")
+        loop = trainer_lib.train(
+            None,
+            lambda mode: tl.Serial(tl.Dense(32), tl.Relu(), tl.Dense(10)),
+            tl.CategoryCrossEntropy(),
+            data.digits(batch_size=30, flatten=True),
+            optimizers.Adam,
+            steps=3,
+            eval_steps=1,
+            use_loop=True,
+        )
+        leaves = jax.tree.leaves(loop.step_trainer.carry.weights)
+        share = sum(x.addressable_shards[0].data.nbytes for x in leaves)
+        found[f"looped/{name}"] = np.concatenate([np.ravel(x) for x in leaves])
+        found[f"looped/{name}_share"] = np.array(share / sum(x.nbytes for x in leaves))
+    return found
 
 
 def main():
@@ -152,7 +186,7 @@ def main():
     for name, options in runs.items():
         results |= {f"{name}/{key}": value for key, value in train(**options).items()}
     results |= {f"refused/{name}": np.array(text) for name, text in refused().items()}
-    np.savez(output, **results, **resumed(folder))
+    np.savez(output, **results, **resumed(folder), **looped())
 
 
 if __name__ == "__main__":

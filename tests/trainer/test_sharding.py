@@ -66,6 +66,11 @@ def test_checkpoint_of_cut_weights_goes_on_elsewhere(found):
     )
 
 
+def test_a_configuration_cuts_the_weights_of_a_loop(found):
+    np.testing.assert_allclose(found["looped/cut"], found["looped/whole"], atol=1e-5)
+    assert 0.5 < found["looped/cut_share"] < 0.55 and found["looped/whole_share"] == 1
+
+
 @pytest.mark.parametrize(
     ("name", "words"),
     [
