@@ -18,7 +18,7 @@ from retrax.data.sudoku_tokens import drawn_digits, tokens_of
 
 __all__ = ["SudokuDataset"]
 
-ORDERS = ("solver", "fixed", "random", "file")
+ORDERS = ("solver", "sorted", "fixed", "random", "file")
 _BATCHES, _INSTANCES = 0, 1  # Keep the random numbers of the two apart.
 
 
@@ -42,7 +42,8 @@ class SudokuDataset(Stream):
       batch_size: puzzles in a batch.
       n_latents: K, number of placeholders.
       order: of empty cells: 'solver' (by the wave that solves them; within a wave
-        random), 'fixed' (by row and column), 'random', or 'file' (as the file said).
+        random), 'sorted' (the same, but within a wave by row and column), 'fixed' (by
+        row and column), 'random', or 'file' (as the file said).
       augment: replace each puzzle by a random symmetric copy whenever it comes.
       shuffle: whether each epoch has another order of puzzles.
       repeat: go on without end, with batches of one size. If not, each puzzle comes
@@ -210,6 +211,8 @@ class SudokuDataset(Stream):
         rank = np.broadcast_to(cell.astype(np.float64), clues.shape)
         if self._order == "solver":
             rank = solved_at + draws.random(clues.shape)
+        elif self._order == "sorted":
+            rank = solved_at + cell / cell.size
         elif self._order == "random":
             rank = draws.random(clues.shape)
         elif self._order == "file" and places is not None:

@@ -405,3 +405,49 @@ def test_all_memory_modes_of_step_trainer_train_alike():
         assert_same(run, runs[0], 1e-6)
     with pytest.raises(ConfigError, match="memory must be one of .* got 'less'"):
         plain(model, optimizers.SGD(), memory="less")
+
+
+@pytest.mark.parametrize(("n", "rows"), [(6, 64), (72, 4)])
+def test_the_device_holds_two_layers_one_block_and_the_stack_at_most(n, rows):
+    """At every program: what is alive, what it gives, and its temporary memory."""
+    width = 32
+    layers = [tl.Dup()]
+    for _ in range(n):
+        half = tl.ReversibleHalfResidual(tl.Dense(width), tl.Relu())
+        layers += [half, tl.ReversibleSwap()]
+    x = np.ones((rows, width), np.float32)
+    model = with_loss(tl.Serial(layers, tl.Add()), tl.L2Loss(), (x, x, x))
+    trainer = layered(model, optimizers.Adam(1e-3))
+    trainer.one_step((x, x, x), KEY)
+    programs, needs, peaks = trainer._program, {}, []
+
+    def live():
+        # Copies to the host are other arrays in the same place.
+        places = {x.unsafe_buffer_pointer(): x.nbytes for x in jax.live_arrays()}
+        return sum(places.values())
+
+    def watched(i, what):
+        program = programs(i, what)
+
+        def call(*args):
+            key = (id(program), str(jax.tree.map(jnp.shape, args)))
+            if key not in needs:
+                needs[key] = program.lower(*args).compile().memory_analysis()
+            memory = needs[key]
+            given = memory.output_size_in_bytes - memory.alias_size_in_bytes
+            peaks.append(live() - before + given + memory.temp_size_in_bytes)
+            return program(*args)
+
+        return call
+
+    trainer._program = watched
+    before = live()
+    for _ in range(2):
+        trainer.one_step((x, x, x), KEY)
+    layer = 4 * 4 * (width * width + width)  # Weights, gradients and two slots.
+    stream = rows * width * 4
+    small = 4096  # Keys, counters and norms.
+    # Of a block: streams before and after, their cotangents, a value inside.
+    assert stream < max(peaks) <= 2 * layer + 9 * stream + 3 * stream + small
+    if n > 64:  # A budget that weights and slots exceed 16 times.
+        assert max(peaks) <= 3 / 4 * n * layer / 16
