@@ -7,8 +7,8 @@ import shutil
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 # XLA's older emitters of loops, in one module for each program, compile in half of the
-# time, and nearly all of the time here is compiling. Processes that set XLA_FLAGS for
-# several devices, and the part of the tests that runs on the newest JAX, do without.
+# time, and nearly all of the time here is compiling. test_several_devices, and the part
+# of the tests that runs on the newest JAX, do without.
 # Unknown flags end a process, so they are for versions that know them.
 QUICK_FLAGS = (
     "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"

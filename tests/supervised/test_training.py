@@ -479,7 +479,8 @@ def test_two_devices_train_as_one_does(tmp_path):
         env={
             **os.environ,
             "JAX_PLATFORMS": "cpu",
-            "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
+            "XLA_FLAGS": os.environ.get("XLA_FLAGS", "")
+            + " --xla_force_host_platform_device_count=2",
         },
     )
     assert done.returncode == 0 and "equal" in done.stdout, done.stderr[-3000:]

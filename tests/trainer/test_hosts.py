@@ -32,7 +32,8 @@ def free_port():
 def run_both(script, *arguments, n_devices=2):
     """Runs a script in two processes; returns [(exit code, text), ...]."""
     address = f"127.0.0.1:{free_port()}"
-    flags = f"--xla_force_host_platform_device_count={n_devices}"
+    flags = os.environ.get("XLA_FLAGS", "")
+    flags += f" --xla_force_host_platform_device_count={n_devices}"
     env = {**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
     running = [
         subprocess.Popen(

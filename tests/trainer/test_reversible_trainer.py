@@ -340,7 +340,8 @@ def test_what_cannot_work_is_refused_with_a_reason():
 
 def test_two_devices_are_as_one(tmp_path):
     output = tmp_path / "found.npz"
-    flags = "--xla_force_host_platform_device_count=2"
+    flags = os.environ.get("XLA_FLAGS", "")
+    flags += " --xla_force_host_platform_device_count=2"
     done = subprocess.run(
         [sys.executable, "-W", "error", SCRIPT, output],
         env={**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"},

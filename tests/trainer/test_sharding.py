@@ -15,7 +15,8 @@ LIMIT = 240
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
     folder = tmp_path_factory.mktemp("sharded")
-    flags = "--xla_force_host_platform_device_count=8"
+    flags = os.environ.get("XLA_FLAGS", "")
+    flags += " --xla_force_host_platform_device_count=8"
     done = subprocess.run(
         [sys.executable, "-W", "error", SCRIPT, folder / "found.npz", folder / "run"],
         env={**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"},
