@@ -139,6 +139,25 @@ def test_the_error_of_the_process_that_failed_is_told(parts):
 
 
 @pytest.mark.parametrize(
+    ("flags", "text"),
+    [
+        (["--process_id=1"], "process_id=1 without coordinator, num_processes"),
+        (
+            ["--coordinator=127.0.0.1:9", "--num_processes=2", "--process_id=1"],
+            "process 1 found no coordinator at 127.0.0.1:9 within 0.2 s",
+        ),
+    ],
+)
+def test_a_process_without_others_says_so(parts, monkeypatch, flags, text, capsys):
+    from retrax import cli
+
+    monkeypatch.chdir(parts)
+    flags = [*flags, "--connect_timeout=0.2", "--output_dir=run"]
+    assert cli.main(["train", "--config_file=launch.gin", *flags]) == 2
+    assert text in capsys.readouterr().err and not (parts / "run").exists()
+
+
+@pytest.mark.parametrize(
     ("arguments", "text"),
     [
         (["-n", "2"], "say what to start after --"),

@@ -122,9 +122,11 @@ def disagree():
     """What the processes are told when they do not agree."""
     import jax
 
+    from retrax import optimizers
     from retrax.errors import ConfigError, HostError
     from retrax.layers import tree as layer_tree
-    from retrax.trainer import Devices, hosts
+    from retrax.trainer import Devices, StepTrainer, hosts
+    from retrax.trainer.agreement import Agreement
 
     def fails():
         raise FileNotFoundError("no such file: x.pkl")
@@ -150,6 +152,18 @@ def disagree():
         hosts.check_same_weights(list(wrong))
     except HostError as e:
         told["differs"] = str(e)
+    trainer = StepTrainer(model, optimizers.Adam(1e-2))
+    trainer.one_step(next(batches()), jax.random.key(2))
+    agreement = Agreement(check_every=3)
+    agreement.begin(0, [trainer])
+    if hosts.index() == 1:
+        trainer.weights = jax.tree.map(lambda x: 2 * x, trainer.weights)
+    looked = agreement.look(2, signum=None, wish=hosts.index() == 1, step_trainers=[])
+    told["wish"] = looked[1]
+    try:
+        agreement.look(3, None, False, [trainer])
+    except HostError as e:
+        told["drift"] = str(e)
     # Every process gets what the first has, and knows it.
     mine = {
         "w": np.full(3, hosts.index(), np.float32),

@@ -122,6 +122,13 @@ def test_each_process_is_told_what_the_first_finds_and_which_weights_differ(resu
         assert "different values of 0.Dense/1 and 1 more" in text
 
 
+def test_what_one_process_wishes_all_do_and_weights_that_drift_end_a_run(results):
+    for r in results:
+        assert bool(r["wish"])
+        assert "weights differ between processes: process 1 (host" in str(r["drift"])
+        assert "different values of 0.Dense/0 and 3 more" in str(r["drift"])
+
+
 def test_different_configurations_are_refused_and_both_processes_named(results):
     for r in results:
         text = str(r["config"])
