@@ -1,6 +1,6 @@
 """Time of a step of latent thoughts: retrax against the same written by hand in JAX.
 
-The model of sudoku4_latent.gin (2 layers, width 64, 3 thoughts, batch 64), its loss
+The model of sudoku4_latent.gin (4 layers, width 128, 3 thoughts, batch 64), its loss
 and AdamW with clipping. Both begin at the same weights, and before anything is timed
 their losses must agree. Each ratio is the median over rounds of the time in the same
 round to that of the hand-written step. Prints one JSON line.
@@ -33,8 +33,8 @@ from retrax.supervised.latent_config import LatentConfig
 from retrax.supervised.latent_layers import LatentThoughtLoss, latent_model
 from retrax.trainer.run_log import RunLog
 
-K, SIDE, HEADS, LAYERS, WIDTH, PREFIX, BATCH = 3, 4, 4, 2, 64, 24, 64
-LOC, VALUE, LEAK, AUX, POS_WEIGHT = 0.5, 2.0, 0.1, 0.1, 5.0
+K, SIDE, HEADS, LAYERS, WIDTH, PREFIX, BATCH = 3, 4, 8, 4, 128, 24, 64
+LOC, VALUE, LEAK, AUX, POS_WEIGHT = 1.0, 1.0, 0.1, 0.1, 5.0
 RATE, B1, B2, EPS, DECAY, CLIP = 1e-3, 0.9, 0.95, 1e-8, 0.005, 1.0
 STAGE = 2
 
