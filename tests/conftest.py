@@ -7,8 +7,8 @@ import shutil
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 # XLA's older emitters of loops, in one module for each program, compile in half of the
-# time, and nearly all of the time here is compiling. test_several_devices, and the part
-# of the tests that runs on the newest JAX, do without.
+# time, and nearly all of the time here is compiling. The part of the tests that runs on
+# the newest JAX does without, and so do the wheel's runs in .ci/run.
 # Unknown flags end a process, so they are for versions that know them.
 QUICK_FLAGS = (
     "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
@@ -18,6 +18,7 @@ if importlib.metadata.version("jaxlib").startswith("0.10."):
     if QUICK_FLAGS not in given:
         os.environ["XLA_FLAGS"] = f"{given} {QUICK_FLAGS}".strip()
 
+LONG = {"test_hosts", "test_launch", "test_several_devices", "test_sequence_tasks"}
 MAX_CACHE_BYTES = 2 << 30
 
 
@@ -39,6 +40,11 @@ def pytest_configure(config):
 
 # Here compiling costs more than running, and quick compiling will do.
 QUICKLY = {"layers", "models", "optimizers", "properties"}
+
+
+def pytest_collection_modifyitems(items):
+    """Begins with what takes long, so that it is not left for last."""
+    items.sort(key=lambda item: item.path.stem not in LONG)
 
 
 def pytest_runtest_setup(item):

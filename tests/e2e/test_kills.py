@@ -67,6 +67,7 @@ def parts(tmp_path, monkeypatch):
     (tmp_path / "kill_parts.py").write_text(MODULE)
     (tmp_path / "kill.gin").write_text(CONFIG)
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
     yield tmp_path
     gin.clear_config()
 

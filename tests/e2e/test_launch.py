@@ -12,6 +12,7 @@ import pytest
 from retrax import storage
 
 LIMIT = 240
+QUICKLY = {"JAX_PLATFORMS": "cpu", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
 
 MODULE = """
 import gin, numpy as np, os, signal, time
@@ -81,7 +82,7 @@ def launch(folder, output, *bindings, n=2):
         [sys.executable, "-m", "retrax.cli", "launch", "-n", str(n), "--", "train"]
         + ["--config_file=launch.gin", f"--output_dir={output}", *flags],
         cwd=folder,
-        env={**os.environ, "JAX_PLATFORMS": "cpu"},
+        env={**os.environ, **QUICKLY},
         capture_output=True,
         text=True,
         timeout=LIMIT,

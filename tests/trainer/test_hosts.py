@@ -21,6 +21,8 @@ from retrax.trainer.padding import cut_rows, pad_rows
 
 SCRIPT = Path(__file__).with_name("hosts_run.py")
 LIMIT = 240
+QUICKLY = {"JAX_PLATFORMS": "cpu", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
+COMPILES_QUICKLY = True
 
 
 def free_port():
@@ -34,7 +36,7 @@ def run_both(script, *arguments, n_devices=2):
     address = f"127.0.0.1:{free_port()}"
     flags = os.environ.get("XLA_FLAGS", "")
     flags += f" --xla_force_host_platform_device_count={n_devices}"
-    env = {**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
+    env = {**os.environ, **QUICKLY, "XLA_FLAGS": flags}
     running = [
         subprocess.Popen(
             [

@@ -21,6 +21,8 @@ from retrax.trainer import step_rngs
 
 SCRIPT = Path(__file__).with_name("several_devices_run.py")
 LIMIT = 240
+QUICKLY = {"JAX_PLATFORMS": "cpu", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
+COMPILES_QUICKLY = True
 
 
 def script():
@@ -36,10 +38,11 @@ batches_of = RUN.batches_of
 
 def results_of(group, folder):
     output = folder / f"{group}.npz"
-    flags = "--xla_force_host_platform_device_count=4"
+    flags = os.environ.get("XLA_FLAGS", "")
+    flags += " --xla_force_host_platform_device_count=4"
     done = subprocess.run(
         [sys.executable, "-W", "error", SCRIPT, group, output],
-        env={**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"},
+        env={**os.environ, **QUICKLY, "XLA_FLAGS": flags},
         capture_output=True,
         text=True,
         timeout=LIMIT,

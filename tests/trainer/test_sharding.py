@@ -10,6 +10,8 @@ import pytest
 
 SCRIPT = Path(__file__).with_name("sharded_run.py")
 LIMIT = 240
+QUICKLY = {"JAX_PLATFORMS": "cpu", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
+COMPILES_QUICKLY = True
 
 
 @pytest.fixture(scope="module")
@@ -19,7 +21,7 @@ def found(tmp_path_factory):
     flags += " --xla_force_host_platform_device_count=8"
     done = subprocess.run(
         [sys.executable, "-W", "error", SCRIPT, folder / "found.npz", folder / "run"],
-        env={**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"},
+        env={**os.environ, **QUICKLY, "XLA_FLAGS": flags},
         capture_output=True,
         text=True,
         timeout=LIMIT,
