@@ -26,7 +26,7 @@ from retrax.trainer import (
     hosts,
     load_trainer_state,
 )
-from retrax.trainer.arguments import made_inputs, made_model
+from retrax.trainer.arguments import made_inputs, made_model, stream_of
 from retrax.trainer.default_metrics import default_metrics, target_rank
 from retrax.trainer.epochs import at_steps
 from retrax.trainer.precision import Policy
@@ -264,10 +264,8 @@ def _make_loop(
     inputs = made_inputs(inputs)
     if not isinstance(loss_fn, tl.Layer):
         raise TypeError(f"loss_fn must be a loss layer, got {loss_fn!r}.")
-    n: tuple[Any, ...] = (options["n_devices"] or 1,)
-    if hosts.count() > 1:
-        n = (*n, hosts.shard())
-    train_stream = inputs.train_stream(*n)
+    n = options["n_devices"] or 1
+    train_stream = stream_of(inputs, "train_stream", n)
     task = TrainTask(train_stream, loss_fn, optimizer, schedule, loss_name="loss")
     if metrics is None:
         metrics = default_metrics(loss_fn, target_rank(task.sample_batch))
@@ -280,7 +278,9 @@ def _make_loop(
         names, layers = list(metrics), list(metrics.values())
         return EvalTask(stream, layers, names, eval_steps, export_prefix=prefix)
 
-    eval_tasks = [] if eval_steps == 0 else [eval_task(inputs.eval_stream(*n))]
+    eval_tasks = (
+        [] if eval_steps == 0 else [eval_task(stream_of(inputs, "eval_stream", n))]
+    )
     eval_tasks += [eval_task(s.stream, s.name) for s in more.eval_streams]
     return loop_class(
         made_model(model, "train"),

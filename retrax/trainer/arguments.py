@@ -10,6 +10,7 @@ from retrax.data.inputs import Inputs
 from retrax.errors import ConfigError, DataError
 from retrax.layers.base import Layer
 from retrax.optimizers.base import Optimizer
+from retrax.trainer import hosts
 
 __all__ = [
     "check_arity",
@@ -20,6 +21,7 @@ __all__ = [
     "made_inputs",
     "made_model",
     "made_optimizer",
+    "stream_of",
 ]
 
 
@@ -55,6 +57,18 @@ def made_inputs(inputs: Any) -> Inputs:
     if not isinstance(made, Inputs):
         raise TypeError(f"inputs must be data.Inputs, got {made!r}.")
     return made
+
+
+def stream_of(inputs: Inputs, kind: str, n_devices: int) -> Any:
+    """Makes a stream of the inputs, of our share if several processes train.
+
+    Args:
+      inputs: the streams; their methods need know of shares only where there are any.
+      kind: 'train_stream', 'eval_stream' or 'train_eval_stream'.
+      n_devices: number of devices, of all processes.
+    """
+    share = (hosts.shard(),) if hosts.count() > 1 else ()
+    return getattr(inputs, kind)(n_devices, *share)
 
 
 def check_arity(model_with_loss: Layer, n_parts: int) -> None:

@@ -62,7 +62,7 @@ class Devices:
         self.sharding = sharding if self.n > 1 else None
         several = self.n > 1 or backend == "shard_map"
         self.backend = backend or "shard_map" if several else "jit"
-        self.axis = AXIS if several and sharding is None else None
+        self.axis = AXIS if several and self.sharding is None else None
         self._mesh: Any = None
         self.n_cuts = self.n  # How many pieces a batch is cut into.
         if self.sharding is not None:

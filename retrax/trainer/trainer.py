@@ -21,7 +21,6 @@ from retrax.layers.base import Layer
 from retrax.layers.combinators import Serial
 from retrax.optimizers.base import Optimizer
 from retrax.shapes import ShapeDtype
-from retrax.trainer import hosts
 from retrax.trainer import state as run_state
 from retrax.trainer.arguments import (
     check_arity,
@@ -30,6 +29,7 @@ from retrax.trainer.arguments import (
     made_inputs,
     made_model,
     made_optimizer,
+    stream_of,
 )
 from retrax.trainer.callback import CallbackList
 from retrax.trainer.checkpoint_policy import CheckpointPolicy
@@ -481,11 +481,7 @@ class Trainer(HasSession):
         self._close_stream()
 
     def _stream_of(self, kind: str) -> Any:
-        """Makes a stream of the inputs, of our share if several processes train."""
-        make = getattr(self._inputs, kind)
-        if hosts.count() == 1:
-            return make(self.n_devices)
-        return make(self.n_devices, hosts.shard())
+        return stream_of(self._inputs, kind, self.n_devices)
 
     def _close_stream(self) -> None:
         stream: Any = getattr(self, "train_stream", None)
