@@ -72,6 +72,7 @@ class CurriculumTrainer(Trainer):
         first_stage: int = 0,
         slack: float = 0.05,
         patience: int = 2,
+        gate_frequency: int | None = None,
         min_steps: int = 0,
         max_steps: int | None = None,
         replay_share: float = 0.0,
@@ -98,7 +99,11 @@ class CurriculumTrainer(Trainer):
           first_stage: the stage to begin at.
           slack: the gate: a stage is learned when CE - log |S| is at most this, in
             nats, on average.
-          patience: evaluations in a row that must pass the gate.
+          patience: measurements in a row that must pass the gate.
+          gate_frequency: steps from one measurement of the gate to the next, each on
+            the first batch of held-out puzzles and written to the log under
+            'training/gate/'; None measures it with each evaluation, which decodes and
+            takes longer.
           min_steps: steps that a stage takes at least.
           max_steps: steps that a stage takes at most; None for any number. It goes on
             then whether or not it passes the gate.
@@ -119,6 +124,9 @@ class CurriculumTrainer(Trainer):
         """
         self._loss_config = config = checked_loss(loss_fn)
         self._gate = (slack, check_count("patience", patience, least=1))
+        if gate_frequency is not None:
+            check_count("gate_frequency", gate_frequency, least=1)
+        self._gate_frequency = gate_frequency
         self._min_steps = check_count("min_steps", min_steps)
         if max_steps is not None:
             check_count("max_steps", max_steps, least=max(min_steps, 1))
@@ -223,6 +231,8 @@ class CurriculumTrainer(Trainer):
             self._go_on(f"after {n_done} steps")
         self.step_trainer.plan = plan = self.plan(step)
         super().train_step(self.instances(batch, step, plan))
+        if self._gate_frequency is not None and step % self._gate_frequency == 0:
+            self._measure_gate()
 
     def _go_on(self, why: str) -> None:
         """Begins the next stage, if there is one."""
@@ -281,8 +291,20 @@ class CurriculumTrainer(Trainer):
         folder = self._session.output_dir if self._session.writes else None
         if self._draws_thoughts and folder is not None:
             self._draw(batches[0], weights, state, folder)
-        if excess is not None:
+        if excess is not None and self._gate_frequency is None:
             self._judge(excess)
+
+    def _measure_gate(self) -> None:
+        if self.stage >= self.n_latents:
+            return  # Solutions are the last stage.
+        batches = self._inputs.eval_stream(self.n_devices).take(1)
+        found = self._evaluation.gate(
+            batches, self.model_weights, self.model_state, self.stage
+        )
+        found = {f"training/gate/{name}": value for name, value in found.items()}
+        found["training/gate/stage"] = float(self.stage)
+        self._session.log.scalars("eval", self.step, found)
+        self._judge(found["training/gate/excess"])
 
     def _judge(self, excess: float) -> None:
         slack, patience = self._gate

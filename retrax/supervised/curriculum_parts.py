@@ -137,13 +137,18 @@ def check_model(model: Layer, config: LatentConfig) -> None:
 
 
 def check_prefix(batch: tuple[Any, ...], config: LatentConfig) -> None:
-    """Raises DataError if thoughts are built from less than a puzzle's clues."""
-    if config.prefix_length is None:
-        return
-    most = int(np.max(batch[2]))
-    needed = 3 * most + batch[4].shape[1]
-    if needed > config.prefix_length:
+    """Raises DataError if a puzzle has too many or too few clues for the settings."""
+    counts, n_latents = np.asarray(batch[2]), batch[4].shape[1]
+    least, most = int(counts.min()), int(counts.max())
+    needed = 3 * most + n_latents
+    if config.prefix_length is not None and needed > config.prefix_length:
         raise DataError(
             f"a puzzle has {most} clues, so its thoughts need the first {needed} "
             f"tokens, but LatentConfig.prefix_length is {config.prefix_length}."
+        )
+    if n_latents and 3 * least < (config.shared_prefix or 0):
+        raise DataError(
+            f"a puzzle has {least} clues, {3 * least} tokens, but by "
+            f"LatentConfig.shared_prefix the first {config.shared_prefix} are clues in "
+            "every puzzle."
         )

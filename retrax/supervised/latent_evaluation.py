@@ -5,7 +5,7 @@ Above `latent_layers` and `latent_decoding`, under `curriculum`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -15,7 +15,7 @@ import numpy as np
 from retrax.data.sudoku import instance_tokens, stages
 from retrax.data.sudoku_draws import Draws
 from retrax.errors import ConfigError
-from retrax.supervised.latent import Latents, build_latents
+from retrax.supervised.latent import Latents
 from retrax.supervised.latent_decoding import Graded, decode, grade
 from retrax.supervised.latent_layers import LatentThoughts, thinking
 from retrax.supervised.latent_losses import (
@@ -43,7 +43,8 @@ class Report(NamedTuple):
         'cells/stage_2' (cells that elimination solves at that stage), 'solved/beam_3',
         'solved/zeroed' (with thoughts set to 0), 'solved/shuffled' (with those of
         another puzzle), 'candidates/slot_0' (share of empty cells whose candidate set
-        is exactly right), 'leak/stage_0', 'excess/stage_0' (mean CE - log |S|).
+        is exactly right), 'leak/stage_0' (mean -log p(S)), 'inside/stage_0' (mean
+        p(S)), 'excess/stage_0' (mean CE - log |S|).
     """
 
     metrics: dict[str, float]
@@ -94,7 +95,7 @@ class LatentEvaluation:
           weights: weights of `LatentThoughts`.
           state: its state.
           num_passes: thoughts that are built.
-          gate_stages: stages to measure 'leak' and 'excess' at.
+          gate_stages: stages to measure 'leak', 'inside' and 'excess' at.
           beams: widths of beam search; 1 is greedy and gives 'solved'; () decodes
             nothing.
           ablate: also decode with thoughts set to 0, and with those of another puzzle.
@@ -128,20 +129,26 @@ class LatentEvaluation:
                 values |= _summary(joined_parts, f"solved/{name}", f"cells/{name}")
         return Report(metrics, values)
 
-    def excess(
+    def gate(
         self,
         batches: Iterable[tuple[Any, ...]],
         weights: Any,
         state: Any,
         stage: int,
-    ) -> float:
-        """Returns the mean of CE - log |S| at a stage, in nats: 0 is perfect."""
-        total = np.zeros(2)
+    ) -> dict[str, float]:
+        """Returns how well a stage is learned.
+
+        Returns:
+          'excess': mean CE - log |S| in nats, 0 is perfect; 'leak': mean -log p(S);
+          'inside': mean p(S), the probability of the candidates, 1 is perfect.
+        """
+        sums: dict[str, Any] = {}
         for number, batch in enumerate(batches):
             found = self._gate(weights, state, batch, stage, number)
-            pair = jax.device_get(found[f"excess/stage_{stage}"])
-            total += np.asarray(pair, np.float64)
-        return float(total[0] / max(total[1], 1))
+            for name, pair in jax.device_get(found).items():
+                name = name.removesuffix(f"/stage_{stage}")
+                sums[name] = sums.get(name, 0) + np.asarray(pair, np.float64)
+        return {name: float(v / max(w, 1)) for name, (v, w) in sums.items()}
 
     def think(
         self, weights: Any, state: Any, batch: tuple[Any, ...], num_passes: int
@@ -172,11 +179,14 @@ class LatentEvaluation:
         return {f"{name}/stage_{stage}": pair for name, pair in found.items()}
 
     def _thinker(self, what: str) -> Any:
+        takes_mean = self._thoughts.base_config.noise
+
         def make(num_passes: int) -> Any:
             def run(weights: Any, state: Any, batch: Any) -> Any:
                 with thinking(num_passes=num_passes, noise=False, backtrack=False):
-                    answer = self._answer(weights, state, batch, num_passes)
-                    latents, logits, cand = answer
+                    latents, logits, cand = self._thoughts.answer(
+                        weights, state, batch, takes_mean=takes_mean
+                    )
                     if what == "gate":
                         return _gate_sums(batch, logits, num_passes - 1)
                     if what == "look":
@@ -186,32 +196,6 @@ class LatentEvaluation:
             return run
 
         return make
-
-    def _answer(
-        self, weights: Any, state: Any, batch: Any, num_passes: int
-    ) -> tuple[Latents, Any, Any]:
-        tokens, _, start_index, level, candidates = batch
-        config = self._thoughts.config
-        run, head = self._thoughts.parts(weights, state)
-        ids, n_latents = tokens[:, :-1], candidates.shape[1]
-        prefix = ids[:, : config.prefix_length]
-        mean = None
-        if head is not None and self._thoughts.base_config.noise:
-            mean = _mean_of(head)
-
-        def forward(latents: Any, positions: Any, active: Any, key: Any) -> Any:
-            return run(prefix, latents, positions, active, key)[1]
-
-        latents = build_latents(
-            forward,
-            start_index,
-            level,
-            n_latents,
-            config,
-            map_thought=mean,
-        )
-        logits, _, cand = run(ids, *latents[:3], None)
-        return latents, logits, cand
 
     def _sums(self, batch: Any, logits: Any, cand: Any) -> dict[str, Any]:
         """Name -> (sum, count) of what is measured given the right tokens before."""
@@ -255,10 +239,6 @@ class LatentEvaluation:
         return run
 
 
-def _mean_of(head: Callable[[Any, int], tuple[Any, Any]]) -> Callable[..., Any]:
-    return lambda z, j: head(z, j)[0]
-
-
 def _gate_sums(batch: Any, logits: Any, stage: int) -> dict[str, Any]:
     tokens, _, start_index, _, candidates = batch
     n_latents = candidates.shape[1]
@@ -272,7 +252,8 @@ def _gate_sums(batch: Any, logits: Any, stage: int) -> dict[str, Any]:
         return jnp.stack([jnp.sum(jnp.where(counted, values, 0.0)), count])
 
     excess = terms["ce"] - terms["log_size"]
-    return {"leak": pair(terms["leak"]), "excess": pair(excess)}
+    leak = terms["leak"]
+    return {"leak": pair(leak), "inside": pair(jnp.exp(-leak)), "excess": pair(excess)}
 
 
 # --- On the host --------------------------------------------------------------------

@@ -1,6 +1,6 @@
 """Latent thoughts as layers, for Trainer and Loop: `LatentThoughts` and its loss.
 
-Above `latent` and `latent_losses`, under `curriculum`. A model (ids, latents,
+Above `latent_run` and `latent_losses`, under `curriculum`. A model (ids, latents,
 positions, active) -> (logits, hidden, candidates) becomes one that takes batches of
 `data.SudokuDataset`, and `Serial(LatentThoughts(model), LatentThoughtLoss())` is a
 model with its loss as any other.
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from types import MappingProxyType
@@ -19,12 +20,14 @@ import gin
 import jax
 import jax.numpy as jnp
 
+from retrax.errors import ConfigError, LayerError
 from retrax.layers.base import Layer
 from retrax.layers.running import data_axis, emit, row_mask
 from retrax.shapes import ShapeDtype
-from retrax.supervised.latent import build_latents
+from retrax.supervised.latent import Latents, build_latents
 from retrax.supervised.latent_config import LatentConfig
 from retrax.supervised.latent_losses import joined, loss_sums
+from retrax.supervised.latent_run import think_and_answer
 
 __all__ = ["LatentThoughtLoss", "LatentThoughts", "latent_model", "thinking"]
 
@@ -62,11 +65,15 @@ class LatentThoughts(Layer):
     length, vocab), cand_logits (draws, batch, K, C, n), sigma (), tokens, start_index,
     level, candidates); there is one draw without noise. The model runs once for each
     pass and once more, each time with the same weights and, without noise, with the
-    same key.
+    same key; or once in all, see `LatentConfig.shared_prefix`.
     """
 
     def __init__(
-        self, model: Layer, config: LatentConfig | None = None, name: str | None = None
+        self,
+        model: Layer,
+        config: LatentConfig | None = None,
+        name: str | None = None,
+        cached: Layer | None = None,
     ) -> None:
         """Makes the layer.
 
@@ -76,21 +83,26 @@ class LatentThoughts(Layer):
             `LatentTransformerLM` makes it.
           config: settings; `LatentConfig()` by default.
           name: name of the layer.
+          cached: the same model of mode 'predict'; needed with `shared_prefix`.
 
         Raises:
+          ConfigError: there is `shared_prefix`, but no model of mode 'predict'.
           TypeError: the model takes or gives something else.
         """
         super().__init__(n_in=5, n_out=7, name=name)
-        arity = (model.n_in, model.n_out) if isinstance(model, Layer) else None
-        if arity not in ((4, 3), (5, 5)):
-            raise TypeError(
-                "LatentThoughts needs a model of 4 inputs (ids, latents, positions, "
-                "active) and 3 outputs (logits, hidden, cand_logits), such as "
-                f"LatentTransformerLM(...), got {model!r}."
-            )
+        arity = _arity(model)
         self._sublayers = [model]
         self._has_noise_head = arity == (5, 5)
         self._config = config or LatentConfig()
+        self._cached = None
+        if self._config.shared_prefix is not None:
+            if cached is None or _arity(cached) != arity:
+                raise ConfigError(
+                    f"shared_prefix={self._config.shared_prefix} needs the model in "
+                    "mode 'predict', too: LatentThoughts(model, config, cached=...), "
+                    f"which `latent_model` gives; got cached={cached!r}."
+                )
+            self._cached = cached.sublayers[0] if self._has_noise_head else cached
 
     @property
     def config(self) -> LatentConfig:
@@ -126,42 +138,95 @@ class LatentThoughts(Layer):
             head: Any = self.model.sublayers[1]
             sig.append(ShapeDtype((n_rows, n_latents, head.d_feature)))
         weights, state = self.model.init(tuple(sig), use_cache=True)
+        if self._cached is not None:
+            self._check_is_fixed(weights, state, tuple(sig))
         self.weights, self.state = (weights,), (state,)
 
     def forward(self, inputs: Any) -> Any:
         """Thinks, then answers."""
-        tokens, _, start_index, level, candidates = inputs
-        config, n_latents = self.config, candidates.shape[1]
-        run, head = self.parts(self.weights, self.state)
-        ids = tokens[:, :-1]
-        prefix = ids[:, : config.prefix_length]
-
-        def answer(build_key: Any, read_key: Any) -> Any:
-            latents = build_latents(
-                lambda *args: run(prefix, *args)[1],
-                start_index,
-                level,
-                n_latents,
-                config,
-                build_key,
-                head,
-            )
-            logits, _, cand = run(ids, *latents[:3], read_key)
-            return logits, cand, latents.sigma
-
+        config, rng = self.config, self.rng
+        answer = functools.partial(self.answer, self.weights, self.state, inputs)
         if config.noise:
-            if self.rng is None:
+            if rng is None:
                 raise ValueError(
                     "random thoughts (noise=True) need a random key, got rng=None; "
                     "pass rng=jax.random.key(seed), or set noise=False."
                 )
-            draws = jax.random.split(jax.random.fold_in(self.rng, 1), config.n_draws)
-            outs = jax.vmap(lambda key: answer(*jax.random.split(key)))(draws)
-            logits, cand, sigma = (*outs[:2], jnp.mean(outs[2]))
+            draws = jax.random.split(jax.random.fold_in(rng, 1), config.n_draws)
+            latents, logits, cand = jax.vmap(
+                lambda key: answer(*jax.random.split(key))
+            )(draws)
+            sigma = jnp.mean(latents.sigma)
         else:
-            logits, cand, sigma = answer(self.rng, self.rng)
-            logits, cand = logits[None], cand[None]
-        return logits, cand, sigma, tokens, start_index, level, candidates
+            latents, logits, cand = answer(rng, rng)
+            logits, cand, sigma = logits[None], cand[None], latents.sigma
+        tokens, _, *rest = inputs
+        return logits, cand, sigma, tokens, *rest
+
+    def answer(
+        self,
+        weights: Any,
+        state: Any,
+        batch: Any,
+        build_key: Any = None,
+        read_key: Any = None,
+        takes_mean: bool = False,
+    ) -> tuple[Latents, Any, Any]:
+        """Thinks and answers once, as a pure function.
+
+        Args:
+          weights: weights of this layer.
+          state: its state.
+          batch: as the layer takes it.
+          build_key: random key of the thoughts, or None.
+          read_key: random key of the last run, or None.
+          takes_mean: without noise, thoughts go through the mean of the noise head.
+
+        Returns:
+          (thoughts, logits: (batch, length, vocab), cand_logits: (batch, K, C, n)).
+        """
+        tokens, _, start_index, level, candidates = batch
+        config, n_latents = self.config, candidates.shape[1]
+        ids = tokens[:, :-1]
+        if self._cached is not None and n_latents:
+            inner = weights[0][0] if self._has_noise_head else weights[0]
+            return think_and_answer(
+                self._cached, inner, ids, start_index, level, n_latents, config
+            )
+        run, head = self.parts(weights, state)
+        prefix = ids[:, : config.prefix_length]
+        mean = None
+        if takes_mean and head is not None:
+            mean = _mean_of(head)
+        latents = build_latents(
+            lambda *args: run(prefix, *args)[1],
+            start_index,
+            level,
+            n_latents,
+            config,
+            build_key,
+            head,
+            map_thought=mean,
+        )
+        logits, _, cand = run(ids, *latents[:3], read_key)
+        return latents, logits, cand
+
+    def _check_is_fixed(self, weights: Any, state: Any, sig: Any) -> None:
+        """Raises ConfigError unless mode 'predict' computes what this mode does."""
+        why = "it keeps state" if jax.tree.leaves(state) else ""
+        try:
+            jax.eval_shape(
+                lambda w, s, x: self.model.pure_fn(x, w, s, None), weights, state, sig
+            )
+        except ValueError as e:
+            why = e.cause if isinstance(e, LayerError) else str(e)
+        if why:
+            raise ConfigError(
+                f"shared_prefix={self._config.shared_prefix} thinks in one run of the "
+                "model in mode 'predict', which draws nothing and keeps keys and "
+                "values only; the model must do so, too (dropout=0), or leave "
+                f"shared_prefix out. What stands against it: {why}"
+            )
 
     def parts(
         self, weights: Any, state: Any
@@ -254,6 +319,21 @@ class LatentThoughtLoss(Layer):
         return parts["total"] * scale
 
 
+def _arity(model: Any) -> tuple[int, int]:
+    arity = (model.n_in, model.n_out) if isinstance(model, Layer) else (0, 0)
+    if arity not in ((4, 3), (5, 5)):
+        raise TypeError(
+            "LatentThoughts needs a model of 4 inputs (ids, latents, positions, "
+            "active) and 3 outputs (logits, hidden, cand_logits), such as "
+            f"LatentTransformerLM(...), got {model!r}."
+        )
+    return arity
+
+
+def _mean_of(head: Callable[[Any, int], tuple[Any, Any]]) -> Callable[..., Any]:
+    return lambda z, j: head(z, j)[0]
+
+
 def _head_fn(head: Layer, weights: Any, state: Any) -> Callable[..., Any]:
     """Returns a noise head as a function of (thoughts (batch, d), slot)."""
 
@@ -278,6 +358,9 @@ def latent_model(
     Args:
       model: function of `mode` that makes the model, such as `LatentTransformerLM`.
       config: settings of thoughts.
-      mode: 'train' or 'eval'.
+      mode: 'train' or 'eval'; or 'predict', for decoding.
     """
-    return LatentThoughts(model(mode=mode), config)
+    cached = None
+    if config is not None and config.shared_prefix is not None:
+        cached = model(mode="predict")
+    return LatentThoughts(model(mode=mode), config, cached=cached)

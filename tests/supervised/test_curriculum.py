@@ -157,6 +157,24 @@ def test_the_gate_wants_enough_steps_and_evaluations_in_a_row(trainer, monkeypat
     trainer.curriculum.begin(0, 0)
 
 
+def test_the_gate_is_measured_between_evaluations(tmp_path):
+    trainer = made(tmp_path, gate_frequency=2, slack=100.0, draws_thoughts=False)
+    trainer.run(9, None, 0)
+    # Two measurements pass each stage; then solutions are trained, without a gate.
+    assert (trainer.stage, trainer.curriculum.begun_at) == (2, 8)
+    lines = [*map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())]
+    found = {
+        name: {x["step"]: x[name] for x in lines if name in x}
+        for name in (f"training/gate/{x}" for x in ("stage", "excess", "inside"))
+    }
+    assert found["training/gate/stage"] == {2: 0.0, 4: 0.0, 6: 1.0, 8: 1.0}
+    assert set(found["training/gate/excess"]) == {2, 4, 6, 8}
+    assert all(0 < p < 1 for p in found["training/gate/inside"].values())
+    trainer.close()
+    with pytest.raises(ValueError, match="gate_frequency must be at least 1, got 0"):
+        made(gate_frequency=0)
+
+
 def test_evaluation_data_must_end(trainer, monkeypatch):
     endless = data.Inputs(SudokuDataset(PUZZLES, 4, K))
     monkeypatch.setattr(trainer, "_inputs", endless)
@@ -381,7 +399,11 @@ def test_the_gate_is_measured_on_instances(evaluated, stage):
     assert abs(report.details[f"excess/stage_{stage}"] - excess) < 1e-5
     leak = float(np.mean(terms["leak"]))
     assert abs(report.details[f"leak/stage_{stage}"] - leak) < 1e-5
-    assert abs(evaluation.excess([batch], weights, state, stage) - excess) < 1e-5
+    inside = float(np.mean(np.exp(-terms["leak"])))
+    assert abs(report.details[f"inside/stage_{stage}"] - inside) < 1e-5
+    gate = evaluation.gate([batch], weights, state, stage)
+    for name, value in (("excess", excess), ("leak", leak), ("inside", inside)):
+        assert abs(gate[name] - value) < 1e-5
 
 
 def test_shares_of_kinds_add_up_to_the_whole(evaluated):
