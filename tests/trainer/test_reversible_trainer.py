@@ -1,7 +1,9 @@
 """Layer-by-layer training against StepTrainer, which keeps everything on the device."""
 
 import functools
+import importlib.metadata
 import io
+import json
 import os
 import subprocess
 import sys
@@ -30,6 +32,7 @@ from retrax.trainer.structure import fingerprint
 KEY = jax.random.key(5)
 WIDTH, CLASSES = 4, 3
 SCRIPT = Path(__file__).with_name("reversible_devices_run.py")
+EXACT_SCRIPT = Path(__file__).with_name("exact_run.py")
 
 
 def batches(n, rows=6):
@@ -120,6 +123,31 @@ def test_twenty_steps_are_those_of_step_trainer(make, bound):
     expected = trained(plain(models[0], adam()), models[0], data)
     deep = layered(models[1], adam(), check_reverse=make is mixed)
     assert_same(trained(deep, models[1], data), expected, bound)
+
+
+@pytest.mark.skipif(
+    not importlib.metadata.version("jaxlib").startswith("0.10."),
+    reason="flags of XLA's debugging are known for this version",
+)
+def test_random_standard_chains_are_equal_in_every_bit():
+    # A program of one layer fuses other operations, and contracts other products and
+    # sums, than one of the whole model. With that out of the way nothing may differ.
+    flags = "--xla_cpu_max_isa=AVX --xla_disable_hlo_passes=fusion"
+    flags = f"{os.environ.get('XLA_FLAGS', '')} {flags}"
+    done = subprocess.run(
+        [sys.executable, "-W", "error", EXACT_SCRIPT, "2", "5", "7"],
+        env={**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+        timeout=400,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    chains = [json.loads(line) for line in done.stdout.splitlines()]
+    assert len(chains) == 3
+    kinds = {kind for found in chains for kind in found["kinds"]}
+    assert kinds >= {"batch_norm", "residual", "repeat", "tanh", "nested"}
+    for found in chains:
+        assert found["differ"] == 0 and found["moved"] > 0.1, found
 
 
 def test_weights_can_be_set_and_a_checkpoint_goes_on_where_it_was_saved():
