@@ -1,8 +1,8 @@
 """Trains random chains of standard layers both ways, and counts the bits that differ.
 
 Usage: exact_run.py SEED...; test_reversible_trainer.py judges what is printed: a JSON
-line for each seed. To be run with XLA neither fusing operations nor joining products and
-sums, so that what is computed does not depend on what else is in a program.
+line for each seed. To be run with XLA neither fusing operations nor contracting
+products and sums, so that nothing depends on what else is in a program.
 """
 
 import json
