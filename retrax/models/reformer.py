@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from retrax import layers as tl
 from retrax.models.blocks import repeated
 from retrax.models.reformer_blocks import Positions, ReformerBlocks
+from retrax.models.reformer_predict import GroupByGroup
 
 __all__ = ["ReformerLM", "ReformerShortenLM"]
 
@@ -161,9 +162,8 @@ def ReformerShortenLM(
     Blocks thus run on sequences shorter by that factor. A group sees the groups before
     it; what its ids have in detail is added by a convolution and a recurrent layer.
 
-    Input and output are those of `ReformerLM`. There is no mode 'predict', as a group
-    is computed at once: sample with mode 'eval' and
-    `autoregressive_sample(eval_mode=True)`.
+    Input, output and mode 'predict', in which the blocks run at the first id of each
+    group, are those of `ReformerLM`.
 
     Args:
       vocab_size: number of ids.
@@ -172,7 +172,6 @@ def ReformerShortenLM(
       d_model: width of each of the two streams of groups.
       pos_axial_shape: see `ReformerLM`; positions are those of single ids, so the sum
         of pos_d_axial_embs is d_embedding.
-      mode: 'train' or 'eval'.
 
     The other arguments are those of `ReformerLM`.
 
@@ -188,11 +187,6 @@ def ReformerShortenLM(
       >>> lm(ids).shape
       (1, 4, 10)
     """
-    if mode == "predict":
-        raise ValueError(
-            "ReformerShortenLM has no mode 'predict': it computes shorten_factor ids "
-            "at once. Make it with mode='eval' and sample with eval_mode=True."
-        )
     if shorten_factor < 1:
         raise ValueError(f"shorten_factor must be at least 1, got {shorten_factor}.")
     blocks = ReformerBlocks(
@@ -212,13 +206,7 @@ def ReformerShortenLM(
         mode,
     )
     positions = Positions(max_len, pos_type, pos_axial_shape, pos_d_axial_embs, dropout)
-    return tl.Serial(
-        tl.ShiftRight(mode=mode),
-        tl.Embedding(vocab_size, d_embedding),
-        tl.Dropout(dropout, mode=mode),
-        positions.layer(d_embedding, mode),
-        tl.Dup(),  # For the groups; the other one stays below for the details.
-        _Grouped(shorten_factor),
+    of_groups = tl.Serial(
         tl.Dense(d_model),
         tl.Dup(),
         repeated(blocks.decoder, n_layers, scan_layers),
@@ -226,7 +214,25 @@ def ReformerShortenLM(
         tl.LayerNorm(),
         tl.Dropout(dropout, mode=mode),
         tl.Dense(shorten_factor * d_embedding),
+    )
+    shortened: list[tl.Layer] = [
+        _Grouped(shorten_factor),
+        of_groups,
         _Ungrouped(shorten_factor),
+    ]
+    if mode == "predict":
+        shortened = [
+            tl.Fn("Vectors", lambda x: x),
+            GroupByGroup(of_groups, shorten_factor),
+            tl.Fn("Parts", lambda x: x),
+        ]
+    return tl.Serial(
+        tl.ShiftRight(mode=mode),
+        tl.Embedding(vocab_size, d_embedding),
+        tl.Dropout(dropout, mode=mode),
+        positions.layer(d_embedding, mode),
+        tl.Dup(),  # For the groups; the other one stays below for the details.
+        shortened,
         tl.Concatenate(),
         tl.CausalConv(d_embedding, mode=mode),
         tl.Relu(),

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from retrax import layers as tl
 from retrax.models.blocks import repeated
 from retrax.models.reformer_blocks import Positions, ReformerBlocks
+from retrax.models.reformer_predict import SourceThenTarget
 
 __all__ = ["Reformer", "Reformer2"]
 
@@ -145,9 +146,8 @@ def Reformer2(
     sequence, over which the blocks of a causal decoder run. So one kind of attention
     does for both, LSH attention among them.
 
-    Inputs and outputs are those of `Reformer`. There is no mode 'predict': sources of
-    several lengths would end at several places of one cache. Sample with mode 'eval'
-    and `autoregressive_sample(eval_mode=True)`.
+    Inputs, outputs and mode 'predict' are those of `Reformer`; a row's caches hold its
+    source first.
 
     Unlike Trax's it forgets no layers, has one attention in a block, and no options for
     the order of swaps; its encoder is reversible.
@@ -165,18 +165,12 @@ def Reformer2(
       encoder_attention_type: attention of the encoder, see `ReformerLM`.
       encoder_decoder_attention_type: attention over source and target.
       attention_chunk_size: rows of the batch attention handles at a time; 0 for all.
-      mode: 'train' or 'eval'.
 
     The other arguments are those of `Reformer`.
 
     Raises:
       ValueError: sizes or options do not fit; says which.
     """
-    if mode == "predict":
-        raise ValueError(
-            "Reformer2 has no mode 'predict'; make it with mode='eval' and sample with "
-            "eval_mode=True, or use Reformer."
-        )
     both = []
     for kind in (encoder_attention_type, encoder_decoder_attention_type):
         blocks = _blocks(
@@ -199,19 +193,25 @@ def Reformer2(
         both.append(blocks)
     positions = Positions(max_len, pos_type, pos_axial_shape, pos_d_axial_embs, dropout)
     parts = _Ends(both[0], positions, input_vocab_size, output_vocab_size)
-    return tl.Serial(
-        tl.Select([0, 1, 1]),
-        tl.Branch([], _flags()),  # source, mask, target, target
-        parts.encoder(n_encoder_layers, scan_layers),
-        tl.Select([2, 0, 1, 2]),  # target, encoded, mask, target, target
-        tl.ShiftRight(mode=mode),
-        parts.embedded(parts.target_embedding, mode),
-        _Joined(),  # both, mask, target, target
+    decoder = tl.Serial(
         tl.Dup(),
         repeated(both[1].decoder, n_decoder_layers, scan_layers),
         _Mean(),
         tl.LayerNorm(),
-        _Parted(),  # vectors of the target, target
+    )
+    # From (target, encoded, mask, target, target) to (vectors of the target, target).
+    decoded: list[tl.Layer] = [_Joined(), decoder, _Parted()]
+    if mode == "predict":
+        first = tl.Fn("OfTarget", lambda y, flags, target: y)
+        decoded = [tl.Fn("Vectors", lambda x: x), SourceThenTarget(decoder), first]
+    return tl.Serial(
+        tl.Select([0, 1, 1]),
+        tl.Branch([], _flags()),  # source, mask, target, target
+        tl.Cache(parts.encoder(n_encoder_layers, scan_layers), mode=mode),
+        tl.Select([2, 0, 1, 2]),
+        tl.ShiftRight(mode=mode),
+        parts.embedded(parts.target_embedding, mode),
+        decoded,
         tl.Dense(parts.n_outputs),
     )
 

@@ -195,16 +195,16 @@ def test_layer_by_layer_trains_it():
     assert kinds.count("reversible") == 2 and kinds[-1] == "loss"
 
 
-@pytest.mark.parametrize("name", ["lsh", "modern"])
+@pytest.mark.parametrize("name", ["lsh", "modern", "shorten"])
 def test_predict_goes_on_as_eval_does(name):
-    """In two halves; in mode 'predict' nothing is shifted, so 0 comes first."""
+    """In two parts; in mode 'predict' nothing is shifted, so 0 comes first."""
     model = started(LANGUAGE_MODELS[name](mode="eval"), ids_of())
     predict = LANGUAGE_MODELS[name](mode="predict")
     started(predict, ShapeDtype((B, 1), np.int32))
     step = jax.jit(lambda x, w, s: predict.pure_fn(x, w, s, None))
     shifted = np.pad(ids_of(), ((0, 0), (1, 0)))[:, :-1]
-    first, state = step(shifted[:, :8], model.weights, predict.state)
-    second, _ = step(shifted[:, 8:], model.weights, state)
+    first, state = step(shifted[:, :6], model.weights, predict.state)
+    second, _ = step(shifted[:, 6:], model.weights, state)
     together = np.concatenate([first, second], axis=1)
     np.testing.assert_allclose(together, run(model, ids_of()), rtol=1e-4, atol=1e-5)
 
@@ -263,13 +263,33 @@ def test_encoder_decoder_sees_the_source_without_padding_and_earlier_targets(kin
     # Row 0 has two ids of padding; without them, and alone, it is the same.
     alone, _ = run_all(model, (source[:1, :4], target[:1]))
     np.testing.assert_allclose(alone[0], one[0], rtol=1e-5, atol=1e-5)
-    if kind is models.Reformer:  # Mode 'predict' chooses what 'eval' would.
-        predict = kind(mode="predict", output_vocab_size=V, **ENC_DEC)
-        started(predict, (source, source[:, :1])).weights = model.weights
-        options = dict(temperature=0.0, eos_id=None, max_length=5)
-        sample = autoregressive_sample(predict, source, B, **options)
-        logits, _ = run_all(model, (sources, np.concatenate([sample] * 3)))
-        np.testing.assert_array_equal(np.argmax(logits[:B], axis=-1), sample)
+    # Mode 'predict' chooses what 'eval' would.
+    predict = kind(mode="predict", output_vocab_size=V, **ENC_DEC)
+    started(predict, (source, source[:, :1])).weights = model.weights
+    options = dict(temperature=0.0, eos_id=None, max_length=5)
+    sample = autoregressive_sample(predict, source, B, **options)
+    logits, _ = run_all(model, (sources, np.concatenate([sample] * 3)))
+    np.testing.assert_array_equal(np.argmax(logits[:B], axis=-1), sample)
+
+
+@pytest.mark.parametrize("attention", [tl.SelfAttention, LSH])
+def test_sources_of_several_lengths_are_decoded_as_eval_does(attention):
+    """The logits, in calls of two and three targets; then of another sequence."""
+    make = functools.partial(
+        models.Reformer2, encoder_decoder_attention_type=attention, **ENC_DEC
+    )
+    model, predict = started(make(mode="eval"), pair()), make(mode="predict")
+    started(predict, (pair()[0], pair()[1][:, :1])).weights = model.weights
+    for source, target in (pair(), [ids[::-1] for ids in pair()]):
+        wanted, _ = run_all(model, (source, target))
+        shifted = np.pad(target, ((0, 0), (1, 0)))[:, :-1]
+        state, parts = predict.state, []
+        for part in (shifted[:, :2], shifted[:, 2:]):
+            step = jax.jit(lambda x, w, s: predict.pure_fn(x, w, s, None))
+            (logits, _), state = step((source, part), model.weights, state)
+            parts.append(logits)
+        together = np.concatenate(parts, axis=1)
+        np.testing.assert_allclose(together, wanted, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("kind", [models.Reformer, models.Reformer2])
@@ -307,12 +327,8 @@ def test_bad_input_says_what_to_change():
         models.ReformerLM(pos_axial_shape=(3, 5), **LM)
     with pytest.raises(ValueError, match=r"the sum 8, got \(4, 5\)"):
         models.ReformerLM(pos_axial_shape=(4, 4), pos_d_axial_embs=(4, 5), **LM)
-    with pytest.raises(ValueError, match="no mode 'predict'.*eval_mode=True"):
-        models.ReformerShortenLM(mode="predict", **LM)
     with pytest.raises(ValueError, match="shorten_factor must be at least 1, got 0"):
         models.ReformerShortenLM(shorten_factor=0, **LM)
-    with pytest.raises(ValueError, match="no mode 'predict'.*Reformer"):
-        models.Reformer2(mode="predict", **ENC_DEC)
     with pytest.raises(ValueError, match="n_heads=3 has to divide d_model=8"):
         models.Reformer(**{**ENC_DEC, "n_heads": 3})
     with pytest.raises(ValueError, match="remat=True"):
