@@ -21,6 +21,9 @@ from retrax.supervised.latent_config import LatentConfig
 
 __all__ = ["think_and_answer"]
 
+# A loop copies all keys and values in each turn, and more code takes longer to compile.
+_MOST_UNROLLED = 10
+
 
 def think_and_answer(
     model: tl.Layer,
@@ -81,7 +84,10 @@ def think_and_answer(
     state = cached_model.start_state(ordered, (), ids[:, :1], _slots(n_rows, 1))
     (logits, hidden, _), state = at_once(state, ids[:, :first])
     steps = (jnp.arange(first, last), ids[:, first:last].T)
-    (state, _), found = jax.lax.scan(next_one, (state, hidden[:, -1]), steps)
+    unroll = last - first <= _MOST_UNROLLED
+    (state, _), found = jax.lax.scan(
+        next_one, (state, hidden[:, -1]), steps, unroll=unroll
+    )
     more_logits, more_hidden, cand = (jnp.swapaxes(x, 0, 1) for x in found)
     logits = [logits, more_logits]
     if last < length:
