@@ -13,7 +13,7 @@ import pytest
 from retrax import cli, data, models, optimizers
 from retrax.data.sudoku import SudokuDataset, generate, stages
 from retrax.errors import ConfigError, DataError
-from retrax.shapes import signature
+from retrax.shapes import ShapeDtype, signature
 from retrax.supervised.curriculum import CurriculumTrainer, LatentTrainTask
 from retrax.supervised.latent_config import LatentConfig
 from retrax.supervised.latent_decoding import decode, grade
@@ -526,4 +526,38 @@ def test_the_shipped_configuration_trains_from_the_command_line(tmp_path):
     assert last["step"] == 2 and 0 <= last["training/cells/zeroed"] <= 1
     written = {path.name for path in run.iterdir()}
     assert {"thoughts.png", "highest_solved.pkl", "curves.png"} <= written
-    assert "CurriculumTrainer.replay_share = 0.1" in (run / "config.gin").read_text()
+    assert "CurriculumTrainer.replay_share = 0.05" in (run / "config.gin").read_text()
+
+
+@pytest.mark.parametrize(
+    "name, n_weights, n_latents",
+    [
+        ("sudoku4_latent", 546_496, 3),
+        ("sudoku9_latent", 921_689, 3),
+        ("sudoku9_baseline", 827_264, 0),
+        ("sudoku9_paper", 42_690_240, 0),
+    ],
+)
+def test_models_of_the_shipped_configurations_fit_their_data(
+    name, n_weights, n_latents
+):
+    try:
+        gin.parse_config_file(f"{name}.gin")
+        n = gin.query_parameter("LatentTransformerLM.side")
+        cells, rows = n * n, 4
+        sig = (
+            ShapeDtype((rows, 3 * cells + n_latents), np.int32),
+            ShapeDtype((rows, cells), np.int32),
+            ShapeDtype((rows, 1), np.int32),
+            ShapeDtype((rows, 1), np.int32),
+            ShapeDtype((rows, n_latents, cells), np.int32),
+        )
+        assert gin.query_parameter("sudoku.n_latents") == n_latents
+        thoughts = latent_model(mode="train")
+        weights, _ = thoughts.weights_and_state_signature(sig)
+    finally:
+        gin.clear_config()
+    assert sum(np.prod(w.shape) for w in jax.tree.leaves(weights)) == n_weights
+    config = thoughts.config
+    has_prefixes = (config.prefix_length is None, config.shared_prefix is None)
+    assert has_prefixes == (n_latents == 0,) * 2
