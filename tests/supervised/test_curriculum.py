@@ -526,7 +526,7 @@ def test_the_shipped_configuration_trains_from_the_command_line(tmp_path):
     assert last["step"] == 2 and 0 <= last["training/cells/zeroed"] <= 1
     written = {path.name for path in run.iterdir()}
     assert {"thoughts.png", "highest_solved.pkl", "curves.png"} <= written
-    assert "CurriculumTrainer.replay_share = 0.05" in (run / "config.gin").read_text()
+    assert "CurriculumTrainer.replay_share = 0.1" in (run / "config.gin").read_text()
 
 
 @pytest.mark.parametrize(
