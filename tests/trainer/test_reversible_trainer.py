@@ -135,7 +135,7 @@ def test_random_standard_chains_are_equal_in_every_bit():
     flags = "--xla_cpu_max_isa=AVX --xla_disable_hlo_passes=fusion"
     flags = f"{os.environ.get('XLA_FLAGS', '')} {flags}"
     done = subprocess.run(
-        [sys.executable, "-W", "error", EXACT_SCRIPT, "2", "5", "7"],
+        [sys.executable, "-W", "error", EXACT_SCRIPT, "5", "7"],
         env={**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"},
         capture_output=True,
         text=True,
@@ -143,7 +143,7 @@ def test_random_standard_chains_are_equal_in_every_bit():
     )
     assert done.returncode == 0, done.stdout + done.stderr
     chains = [json.loads(line) for line in done.stdout.splitlines()]
-    assert len(chains) == 3
+    assert len(chains) == 2
     kinds = {kind for found in chains for kind in found["kinds"]}
     assert kinds >= {"batch_norm", "residual", "repeat", "tanh", "nested"}
     for found in chains:
