@@ -32,7 +32,6 @@ def LatentTransformerLM(
     noise_head: bool = False,
     ff_activation: Callable[[], tl.Layer] = tl.Gelu,
     scan_layers: bool = False,
-    position_kind: str = "learned",
 ) -> tl.Layer:
     """Returns a Transformer language model of grids, with places for latent thoughts.
 
@@ -67,8 +66,6 @@ def LatentTransformerLM(
       noise_head: whether thoughts can be random.
       ff_activation: makes the activation layer of the feed-forward parts.
       scan_layers: puts all blocks into one `Repeat`.
-      position_kind: kind of `PositionalEncoding`. 'trainable', which starts as
-        sinusoids, finds earlier tokens far sooner in long sequences.
 
     Raises:
       ValueError: sizes do not fit; says which.
@@ -100,7 +97,7 @@ def LatentTransformerLM(
         tl.Select([0, 1, 2, 3, 2]),  # ids, latents, positions, active, positions
         tl.Embedding(vocab_size, d_model),
         tl.InjectLatents(),
-        tl.PositionalEncoding(max_len=max_len, mode=mode, kind=position_kind),
+        tl.PositionalEncoding(max_len=max_len, mode=mode, kind="learned"),
         blocks.drop(),
         repeated(blocks.decoder, n_layers, scan_layers),
         tl.LayerNorm(),

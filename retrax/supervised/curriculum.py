@@ -257,7 +257,8 @@ class CurriculumTrainer(Trainer):
           n_eval_steps: at most so many batches of held-out puzzles; None means all.
 
         Raises:
-          DataError: all were asked for of a stream that never ends.
+          DataError: all were asked for of a stream that never ends, or the clues of a
+            puzzle do not fit the settings.
         """
         stream = self._inputs.eval_stream(self.n_devices)
         if n_eval_steps is None and stream.is_endless:
@@ -265,7 +266,7 @@ class CurriculumTrainer(Trainer):
                 "the evaluation data never ends: say how many batches to take "
                 "(train.eval_steps), or make it a finite pass (repeat=False)."
             )
-        batches = list(stream if n_eval_steps is None else stream.take(n_eval_steps))
+        batches = self._held_out(n_eval_steps)
         weights, state = self.model_weights, self.model_state
         gates = range(min(self.stage + 1, self.n_latents))
         report = self._evaluation.evaluate(
@@ -294,12 +295,18 @@ class CurriculumTrainer(Trainer):
         if excess is not None and self._gate_frequency is None:
             self._judge(excess)
 
+    def _held_out(self, n: int | None) -> list[Any]:
+        stream = self._inputs.eval_stream(self.n_devices)
+        batches = list(stream if n is None else stream.take(n))
+        for batch in batches:
+            check_prefix(batch, self._loss_config)
+        return batches
+
     def _measure_gate(self) -> None:
         if self.stage >= self.n_latents:
             return  # Solutions are the last stage.
-        batches = self._inputs.eval_stream(self.n_devices).take(1)
         found = self._evaluation.gate(
-            batches, self.model_weights, self.model_state, self.stage
+            self._held_out(1), self.model_weights, self.model_state, self.stage
         )
         found = {f"training/gate/{name}": value for name, value in found.items()}
         found["training/gate/stage"] = float(self.stage)

@@ -32,9 +32,8 @@ class LatentConfig:
         of what comes later, so a shorter prefix only saves time.
       shared_prefix: the first tokens, which are clues in every puzzle: 3 times the
         fewest clues. With it thoughts and answer come in one run of the model, which
-        keeps keys and values: about as fast as a model without thoughts, with the same
-        values. It needs a model without dropout; not with noise. None runs the model
-        once for each thought and once more.
+        keeps keys and values, with the same values. It needs a model without dropout;
+        not with noise. None runs the model once for each thought and once more.
       trunc: gradients go back through so many of the last passes; 0 for all.
       noise: whether thoughts are random; needs a model with a noise head.
       n_draws: with noise, how many draws each batch is computed for.

@@ -108,7 +108,8 @@ class LatentEvaluation:
             rows.append(batch)
             found, latents = self._program("think", num_passes)(weights, state, batch)
             for stage in gate_stages:
-                found |= self._gate(weights, state, batch, stage, number)
+                gate = self._gate(weights, state, batch, stage, number)
+                found |= {f"{name}/stage_{stage}": pair for name, pair in gate.items()}
             for name, pair in jax.device_get(found).items():
                 sums[name] = sums.get(name, 0) + np.asarray(pair, np.float64)
             for name, (width, changed) in _ways(latents, beams, ablate).items():
@@ -146,7 +147,6 @@ class LatentEvaluation:
         for number, batch in enumerate(batches):
             found = self._gate(weights, state, batch, stage, number)
             for name, pair in jax.device_get(found).items():
-                name = name.removesuffix(f"/stage_{stage}")
                 sums[name] = sums.get(name, 0) + np.asarray(pair, np.float64)
         return {name: float(v / max(w, 1)) for name, (v, w) in sums.items()}
 
@@ -175,8 +175,7 @@ class LatentEvaluation:
     ) -> dict[str, Any]:
         draws = Draws(_GATE_SEED, stage, number)
         batch = (instance_tokens(batch, stage, draws), *batch[1:])
-        found = self._program("gate", stage + 1)(weights, state, batch)
-        return {f"{name}/stage_{stage}": pair for name, pair in found.items()}
+        return self._program("gate", stage + 1)(weights, state, batch)
 
     def _thinker(self, what: str) -> Any:
         takes_mean = self._thoughts.base_config.noise

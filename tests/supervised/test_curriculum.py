@@ -182,6 +182,17 @@ def test_evaluation_data_must_end(trainer, monkeypatch):
         trainer.evaluate(None)
 
 
+def test_held_out_puzzles_have_to_fit_the_prefix(trainer, monkeypatch):
+    puzzles = generate(4, box=2, n_clues=8, seed=1)
+    once = dict(augment=False, shuffle=False, repeat=False)
+    held_out = SudokuDataset(puzzles, 4, K, **once)
+    both = data.Inputs(SudokuDataset(PUZZLES, 4, K), held_out)
+    monkeypatch.setattr(trainer, "_inputs", both)
+    for measure in (lambda: trainer.evaluate(None), trainer._measure_gate):
+        with pytest.raises(DataError, match=r"has 8 clues, .*prefix_length is 23"):
+            measure()
+
+
 @pytest.mark.parametrize("stage", [-1, 3])
 def test_a_stage_beyond_the_last_is_refused(trainer, stage):
     with pytest.raises(ConfigError, match=f"stage {stage} is beyond the last: with 2"):
