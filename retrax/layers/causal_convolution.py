@@ -162,5 +162,6 @@ def _with_past(x: Any, past: State, n_past: int) -> tuple[Any, State]:
             f"{past.shape[2]} channels, got {x.shape[0]} with {x.shape[2]}; call init "
             "for this batch size."
         )
-    extended = jnp.concatenate([past, x], axis=1)
+    # In the dtype of now: what was initialised in float32 may run in bfloat16.
+    extended = jnp.concatenate([past.astype(x.dtype), x], axis=1)
     return extended, extended[:, x.shape[1] :].astype(past.dtype)

@@ -32,6 +32,7 @@ def LatentTransformerLM(
     noise_head: bool = False,
     ff_activation: Callable[[], tl.Layer] = tl.Gelu,
     scan_layers: bool = False,
+    conv_width: int = 0,
 ) -> tl.Layer:
     """Returns a Transformer language model of grids, with places for latent thoughts.
 
@@ -66,6 +67,11 @@ def LatentTransformerLM(
       noise_head: whether thoughts can be random.
       ff_activation: makes the activation layer of the feed-forward parts.
       scan_layers: puts all blocks into one `Repeat`.
+      conv_width: number of vectors, up to a token's own, that a causal convolution of
+        single channels adds to it before the blocks; 0 for none. With 3 the vector of a
+        value knows its row and column from the start, and attention need not learn to
+        find them. Short convolutions in Transformers: So et al. 2021,
+        https://arxiv.org/abs/2109.08668.
 
     Raises:
       ValueError: sizes do not fit; says which.
@@ -80,10 +86,10 @@ def LatentTransformerLM(
       >>> [y.shape for y in lm(x)]
       [(1, 49, 6), (1, 49, 8), (1, 2, 16, 4)]
     """
-    if side < 1 or n_latents < 0:
+    if side < 1 or n_latents < 0 or conv_width < 0:
         raise ValueError(
-            "LatentTransformerLM needs side >= 1 and n_latents >= 0, got side="
-            f"{side}, n_latents={n_latents}."
+            "LatentTransformerLM needs side >= 1, n_latents >= 0 and conv_width >= 0, "
+            f"got side={side}, n_latents={n_latents}, conv_width={conv_width}."
         )
     if noise_head and not n_latents:
         raise ValueError("noise_head=True needs n_latents of at least 1, got 0.")
@@ -92,12 +98,16 @@ def LatentTransformerLM(
     blocks = TransformerBlocks(
         d_model, d_ff, n_heads, max_len, dropout, None, mode, ff_activation
     )
+    neighbours = []
+    if conv_width:
+        neighbours = [tl.Residual(tl.CausalDepthwiseConv(conv_width, mode=mode))]
     vocab_size, shape = side + 2, (side * side, side)
     lm = tl.Serial(
         tl.Select([0, 1, 2, 3, 2]),  # ids, latents, positions, active, positions
         tl.Embedding(vocab_size, d_model),
         tl.InjectLatents(),
         tl.PositionalEncoding(max_len=max_len, mode=mode, kind="learned"),
+        *neighbours,
         blocks.drop(),
         repeated(blocks.decoder, n_layers, scan_layers),
         tl.LayerNorm(),

@@ -343,6 +343,15 @@ def test_bfloat16_depthwise_weights():
     assert make(layer, normal(2, 5, 3)).weights.dtype == jnp.bfloat16
 
 
+@pytest.mark.parametrize("kind", [causal, causal_depthwise])
+def test_predict_mode_keeps_half_precision(kind):
+    layer = make(kind(3, "predict"), normal(2, 1, 4))
+    x = normal(2, 3, 4).astype(jnp.bfloat16)
+    weights = jax.tree.map(lambda w: w.astype(jnp.bfloat16), layer.weights)
+    y, state = layer.pure_fn(x, weights, layer.state, None)
+    assert (y.dtype, state.dtype) == (jnp.bfloat16, jnp.float32)
+
+
 # --- Errors -------------------------------------------------------------------------
 
 

@@ -141,10 +141,31 @@ def test_noise_of_thoughts():
         head(z[:, :1])
 
 
-def test_token_by_token_it_gives_the_same(two):
-    lm, (ids, latents, positions, active) = two
+def test_a_short_convolution_adds_the_vectors_just_before():
+    lm, (ids, latents, positions, active) = made(conv_width=3)
+    # After embedding, latents and positions.
+    w = np.asarray(jax.tree.leaves(lm.weights[4])[0])
+    assert w.shape == (3, 8) and np.abs(w).min() > 0
+    vectors = np.array(lm.weights[1][ids] + lm.weights[3][: ids.shape[1]], "d")
+    for row, k in np.ndindex(2, 2):
+        at = int(positions[row, k])
+        vectors[row, at] = latents[row, k] + lm.weights[3][at]
+    wanted = vectors + w[0] * vectors
+    wanted[:, 1:] += w[1] * vectors[:, :-1]
+    wanted[:, 2:] += w[2] * vectors[:, :-2]
+    body = tl.Serial(*lm.sublayers[:5])
+    x = (ids, latents, positions, active)
+    found = body.pure_fn(x, lm.weights[:5], lm.state[:5], None)[0][0]
+    np.testing.assert_allclose(found, wanted, atol=1e-6)
+
+
+@pytest.mark.parametrize("conv_width", [0, 3])
+def test_token_by_token_it_gives_the_same(conv_width):
+    lm, (ids, latents, positions, active) = made(conv_width=conv_width)
     wanted = run(lm, (ids, latents, positions, active))[0]
-    cached = models.LatentTransformerLM(4, 2, mode="predict", **SIZES)
+    cached = models.LatentTransformerLM(
+        4, 2, mode="predict", conv_width=conv_width, **SIZES
+    )
 
     @jax.jit
     def run_cached(weights):
@@ -168,6 +189,7 @@ def test_token_by_token_it_gives_the_same(two):
     "arguments, message",
     [
         (dict(n_latents=-1), "n_latents=-1"),
+        (dict(conv_width=-3), "conv_width=-3"),
         (dict(noise_head=True), "noise_head=True needs n_latents of at least 1"),
         (dict(d_model=9, n_heads=2), "9 is not divisible by n_heads=2"),
     ],

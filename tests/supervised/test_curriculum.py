@@ -33,9 +33,8 @@ PUZZLES = generate(12, box=2, n_clues=(5, 7), seed=1)
 
 
 def lm(mode="train", n_latents=K):
-    return models.LatentTransformerLM(
-        4, n_latents, d_model=8, d_ff=8, n_layers=1, n_heads=2, dropout=0.0, mode=mode
-    )
+    sizes = dict(d_model=8, d_ff=8, n_layers=1, n_heads=2, dropout=0.0, conv_width=3)
+    return models.LatentTransformerLM(4, n_latents, mode=mode, **sizes)
 
 
 def model(mode="train", config=CONFIG):

@@ -30,9 +30,18 @@ SLOW = dict(prefix_length=24, leak_weight=0.2, supervise_first=True)
 FAST = SLOW | {"shared_prefix": 12}
 
 
-def lm(mode="train", noise_head=False, n_latents=K, dropout=0.0):
+def lm(mode="train", noise_head=False, n_latents=K, dropout=0.0, conv_width=3):
     return models.LatentTransformerLM(
-        4, n_latents, 8, 8, 2, 2, dropout, mode=mode, noise_head=noise_head
+        4,
+        n_latents,
+        8,
+        8,
+        2,
+        2,
+        dropout,
+        mode=mode,
+        noise_head=noise_head,
+        conv_width=conv_width,
     )
 
 
