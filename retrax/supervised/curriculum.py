@@ -114,7 +114,7 @@ class CurriculumTrainer(Trainer):
           train_solution: whether a last stage trains on solutions.
           beams: widths of beam search to evaluate with; 1 is greedy, () nothing.
           ablate: also decode with thoughts set to 0, and with those of another puzzle.
-          draws_thoughts: whether to draw `thoughts.png`.
+          draws_thoughts: whether to draw `thoughts.png`, where beams hold 1.
           callbacks: as of `Trainer`.
           step_options: as of `Trainer`.
           **options: further arguments of `Trainer`.
@@ -229,7 +229,8 @@ class CurriculumTrainer(Trainer):
         n_done = self.step - curriculum.begun_at
         if self._max_steps is not None and n_done >= self._max_steps:
             self._go_on(f"after {n_done} steps")
-        self.step_trainer.plan = plan = self.plan(step)
+        plan = self.plan(step)
+        self.step_trainer.plan = plan.program(self.n_latents)
         super().train_step(self.instances(batch, step, plan))
         if self._gate_frequency is not None and step % self._gate_frequency == 0:
             self._measure_gate()
@@ -290,8 +291,8 @@ class CurriculumTrainer(Trainer):
             "train", "training/learning_rate", self.step, self.learning_rate
         )
         folder = self._session.output_dir if self._session.writes else None
-        if self._draws_thoughts and folder is not None:
-            self._draw(batches[0], weights, state, folder)
+        if self._draws_thoughts and report.example and folder is not None:
+            self._draw(batches[0], report.example, folder)
         if excess is not None and self._gate_frequency is None:
             self._judge(excess)
 
@@ -321,11 +322,9 @@ class CurriculumTrainer(Trainer):
         if curriculum.n_passed >= patience and long_enough:
             self._go_on(f"after an excess of {excess:.4f} nats")
 
-    def _draw(self, batch: Any, weights: Any, state: Any, folder: Path) -> None:
-        one = tuple(np.asarray(part[:1]) for part in batch)
-        cand, tokens = self._evaluation.think(weights, state, one, self.num_passes)
+    def _draw(self, batch: Any, example: tuple[Any, Any], folder: Path) -> None:
         title = f"step {self.step}, {self.num_passes} thoughts"
         try:
-            draw_thoughts(one, cand, tokens, folder / "thoughts.png", title)
+            draw_thoughts(batch, *example, folder / "thoughts.png", title)
         except OSError as e:  # A picture is no reason to end a run.
             self.log_step(f"cannot draw thoughts.png: {e}")

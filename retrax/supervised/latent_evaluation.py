@@ -45,10 +45,14 @@ class Report(NamedTuple):
         another puzzle), 'candidates/slot_0' (share of empty cells whose candidate set
         is exactly right), 'leak/stage_0' (mean -log p(S)), 'inside/stage_0' (mean
         p(S)), 'excess/stage_0' (mean CE - log |S|).
+      example: (candidates read from thoughts (batch, K, cells, digits) float, decoded
+        tokens (batch, length) int) of the first batch; None if nothing was decoded
+        greedily.
     """
 
     metrics: dict[str, float]
     details: dict[str, float]
+    example: tuple[Any, Any] | None = None
 
 
 class LatentEvaluation:
@@ -103,10 +107,12 @@ class LatentEvaluation:
         sums: dict[str, Any] = {}
         graded: dict[str, list[Graded]] = {}
         rows: list[tuple[Any, ...]] = []
+        example = None
         for number, batch in enumerate(batches):
             batch = tuple(np.asarray(part) for part in batch)
             rows.append(batch)
-            found, latents = self._program("think", num_passes)(weights, state, batch)
+            think = self._program("think", num_passes)
+            latents, cand, found, _ = think(weights, state, batch)
             for stage in gate_stages:
                 gate = self._gate(weights, state, batch, stage, number)
                 found |= {f"{name}/stage_{stage}": pair for name, pair in gate.items()}
@@ -115,6 +121,8 @@ class LatentEvaluation:
             for name, (width, changed) in _ways(latents, beams, ablate).items():
                 run = self._program("decode", width)
                 tokens = run(weights, batch[0], batch[2], changed)
+                if name == "greedy" and not number:
+                    example = np.asarray(cand), np.asarray(tokens)
                 result = grade(tokens, batch[1], batch[2], batch[4].shape[1])
                 graded.setdefault(name, []).append(result)
         if not rows:
@@ -128,7 +136,7 @@ class LatentEvaluation:
                 values |= _by_kind(joined_parts, rows)
             else:
                 values |= _summary(joined_parts, f"solved/{name}", f"cells/{name}")
-        return Report(metrics, values)
+        return Report(metrics, values, example)
 
     def gate(
         self,
@@ -150,23 +158,11 @@ class LatentEvaluation:
                 sums[name] = sums.get(name, 0) + np.asarray(pair, np.float64)
         return {name: float(v / max(w, 1)) for name, (v, w) in sums.items()}
 
-    def think(
-        self, weights: Any, state: Any, batch: tuple[Any, ...], num_passes: int
-    ) -> tuple[Any, Any]:
-        """Returns the candidate sets that slots hold, and a greedily filled-in grid.
-
-        Returns:
-          (cand_logits: (batch, K, cells, digits), tokens: (batch, length)).
-        """
-        cand, latents = self._program("look", num_passes)(weights, state, batch)
-        run = self._program("decode", 1)
-        return np.asarray(cand), np.asarray(run(weights, batch[0], batch[2], latents))
-
     # --- Compiled parts ---------------------------------------------------------------
 
     def _program(self, what: str, value: int) -> Any:
         if (what, value) not in self._programs:
-            make = self._decoder if what == "decode" else self._thinker(what)
+            make = self._decoder if what == "decode" else self._thinker
             self._programs[what, value] = jax.jit(make(value))
         return self._programs[what, value]
 
@@ -175,26 +171,22 @@ class LatentEvaluation:
     ) -> dict[str, Any]:
         draws = Draws(_GATE_SEED, stage, number)
         batch = (instance_tokens(batch, stage, draws), *batch[1:])
-        return self._program("gate", stage + 1)(weights, state, batch)
+        return self._program("think", stage + 1)(weights, state, batch)[-1]
 
-    def _thinker(self, what: str) -> Any:
+    def _thinker(self, num_passes: int) -> Any:
+        """One program for all that is measured, as compiling takes longer than that."""
         takes_mean = self._thoughts.base_config.noise
 
-        def make(num_passes: int) -> Any:
-            def run(weights: Any, state: Any, batch: Any) -> Any:
-                with thinking(num_passes=num_passes, noise=False, backtrack=False):
-                    latents, logits, cand = self._thoughts.answer(
-                        weights, state, batch, takes_mean=takes_mean
-                    )
-                    if what == "gate":
-                        return _gate_sums(batch, logits, num_passes - 1)
-                    if what == "look":
-                        return cand, latents
-                    return self._sums(batch, logits, cand), latents
+        def run(weights: Any, state: Any, batch: Any) -> Any:
+            with thinking(num_passes=num_passes, noise=False, backtrack=False):
+                latents, logits, cand = self._thoughts.answer(
+                    weights, state, batch, takes_mean=takes_mean
+                )
+                sums = self._sums(batch, logits, cand)
+            gate = _gate_sums(batch, logits, num_passes - 1) if num_passes else {}
+            return latents, cand, sums, gate
 
-            return run
-
-        return make
+        return run
 
     def _sums(self, batch: Any, logits: Any, cand: Any) -> dict[str, Any]:
         """Name -> (sum, count) of what is measured given the right tokens before."""

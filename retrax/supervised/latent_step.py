@@ -34,6 +34,17 @@ class StepPlan:
     stages: tuple[int, ...]
     backtrack: bool = False
 
+    def program(self, n_latents: int) -> StepPlan:
+        """Returns the plan whose program does this one, too.
+
+        Solutions go through the same program as the last stage of instances: there are
+        as many thoughts, and the tokens are an argument.
+        """
+        last = max(n_latents - 1, 0)
+        return dataclasses.replace(
+            self, stages=tuple(min(stage, last) for stage in self.stages)
+        )
+
     def settings(self, stage: int, n_latents: int) -> dict[str, Any]:
         """Returns settings of `LatentConfig` for a stage: its passes, and its slot."""
         passes = min(stage + 1, n_latents)

@@ -285,9 +285,12 @@ def test_a_resumed_run_goes_on_in_the_middle_of_a_stage(tmp_path):
         a, b = (functools.reduce(getattr, name.split("."), t) for t in (whole, resumed))
         a, b = (x() if callable(x) else x for x in (a, b))
         assert bits(a) == bits(b), name
-    # A program for each plan, and the resumed run begins with that of its stage.
+    # A program for each depth, and the resumed run begins with that of its stage.
     assert whole.traced == [StepPlan((0,)), StepPlan((1,))]
     assert resumed.traced == [StepPlan((1,))]
+    # Solutions are values, not another depth.
+    whole.run(8, None, 0)
+    assert whole.stage == 2 and len(whole.traced) == 2
     whole.close()
     resumed.close()
 
@@ -349,15 +352,17 @@ def greedily(batch, run, width):
 def test_decoding_takes_the_most_probable_tokens(evaluated, width):
     report, batch, run, (evaluation, weights, state) = evaluated
     wanted = greedily(batch, run, width)
-    _, latents = evaluation._program("think", 2)(weights, state, batch)
+    latents, *_ = evaluation._program("think", 2)(weights, state, batch)
     got = evaluation._program("decode", width)(weights, batch[0], batch[2], latents)
     np.testing.assert_array_equal(got, wanted)
     graded = grade(wanted, batch[1], batch[2], K)
     if width == 1:
         assert report.metrics["cell_accuracy"] == graded.cell_accuracy
         assert report.metrics["solved"] == graded.solved.mean()
-        _, tokens = evaluation.think(weights, state, batch, 2)
+        cand, tokens = report.example
         np.testing.assert_array_equal(tokens, wanted)
+        seen = np.asarray(run(batch[0], 2)[1])[0]
+        np.testing.assert_allclose(cand, seen, atol=1e-5)
     else:
         assert report.details["cells/beam_3"] == graded.cell_accuracy
 
@@ -494,7 +499,7 @@ def test_the_picture_shows_a_puzzle(tmp_path):
 def test_decoding_can_be_given_the_first_token(evaluated):
     _, batch, _, (evaluation, weights, state) = evaluated
     tokens, start = batch[0], batch[2]
-    _, latents = evaluation._program("think", 2)(weights, state, batch)
+    latents, *_ = evaluation._program("think", 2)(weights, state, batch)
 
     @jax.jit
     def run(tokens):
