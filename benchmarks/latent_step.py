@@ -1,11 +1,11 @@
 """Time of a step of latent thoughts: retrax against the same written by hand in JAX.
 
-The model of sudoku4_latent.gin (4 layers, width 128, 3 thoughts, batch 32), its loss
-and AdamW with clipping. Both see each token once and keep keys and values, the
-hand-written step by concatenating them (`--runs_anew`: both run the model anew for each
-thought). Both begin at the same weights, and before anything is timed their losses must
-agree. Each ratio is the median over rounds of the time in the same
-round to that of the hand-written step. Prints one JSON line.
+The model of sudoku4_latent.gin (4 layers, width 128, a convolution of width 3, 3
+thoughts, batch 32), its loss and AdamW with clipping. Both see each token once and keep
+keys and values, the hand-written step by concatenating them (`--runs_anew`: both run
+the model anew for each thought). Both begin at the same weights, and before anything is
+timed their losses must agree. Each ratio is the median over rounds of the time in the
+same round to that of the hand-written step. Prints one JSON line.
 
   step_trainer  LatentStepTrainer.one_step on the batches of the hand-written step
   trainer       CurriculumTrainer.train_step: stream, instances, schedule, log
@@ -36,6 +36,7 @@ from retrax.supervised.latent_layers import LatentThoughtLoss, latent_model
 from retrax.trainer.run_log import RunLog
 
 K, SIDE, HEADS, LAYERS, WIDTH, BATCH = 3, 4, 4, 4, 128, 32
+CONV = 3  # As many vectors, up to its own, make that of a token.
 SHARED, PREFIX = 15, 24  # Tokens that are clues in all rows, and in any with its slots.
 LOC, VALUE, LEAK, AUX, POS_WEIGHT = 1.0, 1.0, 0.1, 0.1, 5.0
 RATE, B1, B2, EPS, DECAY, CLIP = 1e-3, 0.9, 0.95, 1e-8, 0.005, 1.0
@@ -57,7 +58,15 @@ def made(runs_anew: bool) -> CurriculumTrainer:
 
     def lm(mode: str) -> Any:
         return models.LatentTransformerLM(
-            SIDE, K, WIDTH, 2 * WIDTH, LAYERS, HEADS, dropout=0.0, mode=mode
+            SIDE,
+            K,
+            WIDTH,
+            2 * WIDTH,
+            LAYERS,
+            HEADS,
+            dropout=0.0,
+            mode=mode,
+            conv_width=CONV,
         )
 
     return CurriculumTrainer(
@@ -84,9 +93,14 @@ def split(x: Any, w: Any, b: Any) -> Any:
     return (x @ w + b).reshape(*x.shape[:2], HEADS, -1)
 
 
+def mixed(w: Any, x: Any) -> Any:
+    """Vectors with those before added; the first two of x come from before."""
+    return x[:, 2:] * (1 + w[0]) + x[:, 1:-1] * w[1] + x[:, :-2] * w[2]
+
+
 def blocks(leaves: list[Any], x: Any, before: list[Any]) -> tuple[Any, list[Any]]:
     """Hidden vectors of inputs x after those of the keys and values in `before`."""
-    rest, kept = leaves[2:], []
+    rest, kept = leaves[3:], []
     n, length, d = x.shape
     for i in range(LAYERS):
         w = rest[16 * i : 16 * (i + 1)]
@@ -109,21 +123,24 @@ def blocks(leaves: list[Any], x: Any, before: list[Any]) -> tuple[Any, list[Any]
 
 
 def hidden_in_one_run(leaves: list[Any], ids: Any, at: Any) -> Any:
-    embedding, positions = leaves[:2]
-    x = embedding[ids] + positions[: ids.shape[1]]
-    hidden, kept = blocks(leaves, x[:, :SHARED], [])
-    parts = [hidden]
+    embedding, positions, conv = leaves[:3]
+    x = jnp.pad(embedding[ids] + positions[: ids.shape[1]], ((0, 0), (2, 0), (0, 0)))
+    hidden, kept = blocks(leaves, mixed(conv, x[:, : SHARED + 2]), [])
+    parts, last = [hidden], x[:, SHARED : SHARED + 2]
     for p in range(SHARED, PREFIX):
         is_slot = jnp.any(at == p, axis=1)[:, None, None]
         thought = hidden[:, -1:] + positions[p]
-        y = jnp.where(is_slot, thought, x[:, p : p + 1])
-        hidden, kept = blocks(leaves, y, kept)
+        y = jnp.where(is_slot, thought, x[:, p + 2 : p + 3])
+        y = jnp.concatenate([last, y], axis=1)
+        hidden, kept = blocks(leaves, mixed(conv, y), kept)
         parts.append(hidden)
-    return jnp.concatenate([*parts, blocks(leaves, x[:, PREFIX:], kept)[0]], axis=1)
+        last = y[:, 1:]
+    y = mixed(conv, jnp.concatenate([last, x[:, PREFIX + 2 :]], axis=1))
+    return jnp.concatenate([*parts, blocks(leaves, y, kept)[0]], axis=1)
 
 
 def hidden_run_anew(leaves: list[Any], ids: Any, at: Any) -> Any:
-    embedding, positions = leaves[:2]
+    embedding, positions, conv = leaves[:3]
     latents = jnp.zeros((ids.shape[0], K, WIDTH))
 
     def run(ids: Any, n_active: int) -> Any:
@@ -131,7 +148,8 @@ def hidden_run_anew(leaves: list[Any], ids: Any, at: Any) -> Any:
         for k in range(n_active):
             here = jnp.arange(ids.shape[1]) == at[:, k, None]
             x = jnp.where(here[..., None], latents[:, k, None], x)
-        return blocks(leaves, x + positions[: ids.shape[1]], [])[0]
+        x = jnp.pad(x + positions[: ids.shape[1]], ((0, 0), (2, 0), (0, 0)))
+        return blocks(leaves, mixed(conv, x), [])[0]
 
     for j in range(K):
         hidden = run(ids[:, :PREFIX], j)
