@@ -93,8 +93,10 @@ def split(x: Any, w: Any, b: Any) -> Any:
     return (x @ w + b).reshape(*x.shape[:2], HEADS, -1)
 
 
-def mixed(w: Any, x: Any) -> Any:
-    """Vectors with those before added; the first two of x come from before."""
+def embedded(leaves: list[Any], ids: Any) -> Any:
+    """Embeddings, each with those just before it added."""
+    embedding, w = leaves[:2]
+    x = jnp.pad(embedding[ids], ((0, 0), (2, 0), (0, 0)))
     return x[:, 2:] * (1 + w[0]) + x[:, 1:-1] * w[1] + x[:, :-2] * w[2]
 
 
@@ -123,33 +125,29 @@ def blocks(leaves: list[Any], x: Any, before: list[Any]) -> tuple[Any, list[Any]
 
 
 def hidden_in_one_run(leaves: list[Any], ids: Any, at: Any) -> Any:
-    embedding, positions, conv = leaves[:3]
-    x = jnp.pad(embedding[ids] + positions[: ids.shape[1]], ((0, 0), (2, 0), (0, 0)))
-    hidden, kept = blocks(leaves, mixed(conv, x[:, : SHARED + 2]), [])
-    parts, last = [hidden], x[:, SHARED : SHARED + 2]
+    positions = leaves[2]
+    x = embedded(leaves, ids) + positions[: ids.shape[1]]
+    hidden, kept = blocks(leaves, x[:, :SHARED], [])
+    parts = [hidden]
     for p in range(SHARED, PREFIX):
         is_slot = jnp.any(at == p, axis=1)[:, None, None]
         thought = hidden[:, -1:] + positions[p]
-        y = jnp.where(is_slot, thought, x[:, p + 2 : p + 3])
-        y = jnp.concatenate([last, y], axis=1)
-        hidden, kept = blocks(leaves, mixed(conv, y), kept)
+        y = jnp.where(is_slot, thought, x[:, p : p + 1])
+        hidden, kept = blocks(leaves, y, kept)
         parts.append(hidden)
-        last = y[:, 1:]
-    y = mixed(conv, jnp.concatenate([last, x[:, PREFIX + 2 :]], axis=1))
-    return jnp.concatenate([*parts, blocks(leaves, y, kept)[0]], axis=1)
+    return jnp.concatenate([*parts, blocks(leaves, x[:, PREFIX:], kept)[0]], axis=1)
 
 
 def hidden_run_anew(leaves: list[Any], ids: Any, at: Any) -> Any:
-    embedding, positions, conv = leaves[:3]
+    positions = leaves[2]
     latents = jnp.zeros((ids.shape[0], K, WIDTH))
 
     def run(ids: Any, n_active: int) -> Any:
-        x = embedding[ids]
+        x = embedded(leaves, ids)
         for k in range(n_active):
             here = jnp.arange(ids.shape[1]) == at[:, k, None]
             x = jnp.where(here[..., None], latents[:, k, None], x)
-        x = jnp.pad(x + positions[: ids.shape[1]], ((0, 0), (2, 0), (0, 0)))
-        return blocks(leaves, mixed(conv, x), [])[0]
+        return blocks(leaves, x + positions[: ids.shape[1]], [])[0]
 
     for j in range(K):
         hidden = run(ids[:, :PREFIX], j)

@@ -67,10 +67,10 @@ def LatentTransformerLM(
       noise_head: whether thoughts can be random.
       ff_activation: makes the activation layer of the feed-forward parts.
       scan_layers: puts all blocks into one `Repeat`.
-      conv_width: number of vectors, up to a token's own, that a causal convolution of
-        single channels adds to it before the blocks; 0 for none. With 3 the vector of a
-        value knows its row and column from the start, and attention need not learn to
-        find them. Short convolutions in Transformers: So et al. 2021,
+      conv_width: number of embeddings, up to a token's own, that a causal convolution
+        of single channels adds to it; 0 for none. With 3 the vector of a value knows
+        its row and column from the start, and attention need not learn to find them.
+        Short convolutions in Transformers: So et al. 2021,
         https://arxiv.org/abs/2109.08668.
 
     Raises:
@@ -105,9 +105,9 @@ def LatentTransformerLM(
     lm = tl.Serial(
         tl.Select([0, 1, 2, 3, 2]),  # ids, latents, positions, active, positions
         tl.Embedding(vocab_size, d_model),
+        *neighbours,  # Of ids, not of latents, which would drown them.
         tl.InjectLatents(),
         tl.PositionalEncoding(max_len=max_len, mode=mode, kind="learned"),
-        *neighbours,
         blocks.drop(),
         repeated(blocks.decoder, n_layers, scan_layers),
         tl.LayerNorm(),

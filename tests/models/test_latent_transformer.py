@@ -141,18 +141,17 @@ def test_noise_of_thoughts():
         head(z[:, :1])
 
 
-def test_a_short_convolution_adds_the_vectors_just_before():
+def test_a_short_convolution_adds_the_embeddings_just_before():
     lm, (ids, latents, positions, active) = made(conv_width=3)
-    # After embedding, latents and positions.
-    w = np.asarray(jax.tree.leaves(lm.weights[4])[0])
+    table, added = (np.asarray(lm.weights[i], "d") for i in (1, 4))
+    w = np.asarray(jax.tree.leaves(lm.weights[2])[0], "d")
     assert w.shape == (3, 8) and np.abs(w).min() > 0
-    vectors = np.array(lm.weights[1][ids] + lm.weights[3][: ids.shape[1]], "d")
-    for row, k in np.ndindex(2, 2):
-        at = int(positions[row, k])
-        vectors[row, at] = latents[row, k] + lm.weights[3][at]
+    vectors = table[ids]
     wanted = vectors + w[0] * vectors
     wanted[:, 1:] += w[1] * vectors[:, :-1]
     wanted[:, 2:] += w[2] * vectors[:, :-2]
+    wanted[np.arange(2)[:, None], np.asarray(positions)] = latents  # As they are.
+    wanted += added[: ids.shape[1]]
     body = tl.Serial(*lm.sublayers[:5])
     x = (ids, latents, positions, active)
     found = body.pure_fn(x, lm.weights[:5], lm.state[:5], None)[0][0]
