@@ -23,6 +23,7 @@ from retrax.supervised.latent_losses import (
     gate_terms,
     joined,
     loss_sums,
+    read_candidates,
     solution_tokens,
 )
 
@@ -45,7 +46,7 @@ class Report(NamedTuple):
         another puzzle), 'candidates/slot_0' (share of empty cells whose candidate set
         is exactly right), 'leak/stage_0' (mean -log p(S)), 'inside/stage_0' (mean
         p(S)), 'excess/stage_0' (mean CE - log |S|).
-      example: (candidates read from thoughts (batch, K, cells, digits) float, decoded
+      example: (candidates read from thoughts (batch, K, cells, digits) bool, decoded
         tokens (batch, length) int) of the first batch; None if nothing was decoded
         greedily.
     """
@@ -112,7 +113,7 @@ class LatentEvaluation:
             batch = tuple(np.asarray(part) for part in batch)
             rows.append(batch)
             think = self._program("think", num_passes)
-            latents, cand, found, _ = think(weights, state, batch)
+            latents, read, found, _ = think(weights, state, batch)
             for stage in gate_stages:
                 gate = self._gate(weights, state, batch, stage, number)
                 found |= {f"{name}/stage_{stage}": pair for name, pair in gate.items()}
@@ -122,7 +123,7 @@ class LatentEvaluation:
                 run = self._program("decode", width)
                 tokens = run(weights, batch[0], batch[2], changed)
                 if name == "greedy" and not number:
-                    example = np.asarray(cand), np.asarray(tokens)
+                    example = np.asarray(read), np.asarray(tokens)
                 result = grade(tokens, batch[1], batch[2], batch[4].shape[1])
                 graded.setdefault(name, []).append(result)
         if not rows:
@@ -183,8 +184,9 @@ class LatentEvaluation:
                     weights, state, batch, takes_mean=takes_mean
                 )
                 sums = self._sums(batch, logits, cand)
+                read = read_candidates(cand, self._thoughts.config.pos_weight)
             gate = _gate_sums(batch, logits, num_passes - 1) if num_passes else {}
-            return latents, cand, sums, gate
+            return latents, read, sums, gate
 
         return run
 
@@ -207,7 +209,8 @@ class LatentEvaluation:
             "value_accuracy": jnp.stack([right, jnp.sum(counted)]),
         }
         bits = candidates[..., None] >> jnp.arange(n_digits) & 1
-        exact = ((cand > 0) == (bits == 1)).all(-1) & (candidates != 0)
+        read = read_candidates(cand, config.pos_weight)
+        exact = (read == (bits == 1)).all(-1) & (candidates != 0)
         for k in range(n_latents):
             active = sums.active[:, k, None]
             n_exact = jnp.sum(exact[:, k] & active)

@@ -27,6 +27,7 @@ __all__ = [
     "leaks",
     "loss_sums",
     "loss_terms",
+    "read_candidates",
     "solution_tokens",
 ]
 
@@ -223,6 +224,19 @@ def candidates_at(tokens: Any, masks: Any) -> Any:
     row = jnp.pad(column, ((0, 0), (1, 0)))[:, :-1]
     cell = jnp.clip(row * round(n_cells**0.5) + column, 0, n_cells - 1)
     return jnp.take_along_axis(masks, cell, axis=1)
+
+
+def read_candidates(cand_logits: Any, pos_weight: float) -> Any:
+    """Returns which digits the candidate head holds for more likely than not, bool.
+
+    With possible digits weighed by w the loss is least at log(w p / (1 - p)), so a
+    probability of p = 1/2 is a logit of log w, not 0.
+
+    Args:
+      cand_logits: logits, of any shape.
+      pos_weight: w, as in `LatentConfig`.
+    """
+    return cand_logits > jnp.log(pos_weight)
 
 
 def leaks(logits: Any, masks: Any, n_digits: int) -> Any:

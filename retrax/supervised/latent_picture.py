@@ -22,7 +22,7 @@ _INK, _FAINT, _RIGHT, _WRONG = "#222222", "#c8c8c8", "#2a7f62", "#d1495b"
 
 def draw_thoughts(
     batch: tuple[Any, ...],
-    cand_logits: Any,
+    read: Any,
     tokens: Any,
     path: str | os.PathLike[str],
     title: str = "",
@@ -35,7 +35,7 @@ def draw_thoughts(
 
     Args:
       batch: of `data.SudokuDataset`.
-      cand_logits: (batch, K, cells, digits) float.
+      read: (batch, K, cells, digits) bool, the digits read from each thought.
       tokens: (batch, length) int, decoded.
       path: the PNG file.
       title: of the picture.
@@ -73,7 +73,7 @@ def draw_thoughts(
         axis = axes[1 + k]
         _grid(axis, f"thought {k + 1}", side)
         for cell in np.nonzero(graded.empty[0])[0].tolist():
-            _sets(axis, cell, side, cand_logits[0, k, cell] > 0, candidates[0, k, cell])
+            _sets(axis, cell, side, read[0, k, cell], candidates[0, k, cell])
     axis = axes[1 + n_latents]
     n_right, n_empty = int(graded.right.sum()), int(graded.empty.sum())
     _grid(axis, f"filled in: {n_right} of {n_empty} right", side)

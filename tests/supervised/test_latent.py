@@ -22,7 +22,12 @@ from retrax.supervised.latent_layers import (
     LatentThoughts,
     thinking,
 )
-from retrax.supervised.latent_losses import gate_terms, leaks, loss_terms
+from retrax.supervised.latent_losses import (
+    gate_terms,
+    leaks,
+    loss_terms,
+    read_candidates,
+)
 
 COMPILES_QUICKLY = True
 
@@ -375,3 +380,12 @@ def test_models_that_do_not_think_are_refused():
             LatentConfig(noise=True),
             eps=jnp.zeros((1, 1, 2)),
         )
+
+
+@pytest.mark.parametrize("p", [0.3, 0.49, 0.51, 0.8])
+def test_candidates_are_what_the_head_holds_for_more_likely_than_not(p):
+    x = np.linspace(-6, 6, 100_001)
+    loss = 5.0 * p * np.logaddexp(0, -x) + (1 - p) * np.logaddexp(0, x)
+    best = x[loss.argmin()]
+    assert bool(read_candidates(jnp.float32(best), 5.0)) == (p > 0.5)
+    assert best > 0  # Where a threshold of 0 would see all four.
