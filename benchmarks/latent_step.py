@@ -36,7 +36,7 @@ from retrax.supervised.latent_layers import LatentThoughtLoss, latent_model
 from retrax.trainer.run_log import RunLog
 
 K, SIDE, HEADS, LAYERS, WIDTH, BATCH = 3, 4, 4, 4, 128, 32
-CONV = 3  # As many vectors, up to its own, make that of a token.
+CONV = 3  # As many embeddings, up to its own, make the vector of a token.
 SHARED, PREFIX = 15, 24  # Tokens that are clues in all rows, and in any with its slots.
 LOC, VALUE, LEAK, AUX, POS_WEIGHT = 1.0, 1.0, 0.1, 0.1, 5.0
 RATE, B1, B2, EPS, DECAY, CLIP = 1e-3, 0.9, 0.95, 1e-8, 0.005, 1.0

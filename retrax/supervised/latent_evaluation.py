@@ -183,14 +183,14 @@ class LatentEvaluation:
                 latents, logits, cand = self._thoughts.answer(
                     weights, state, batch, takes_mean=takes_mean
                 )
-                sums = self._sums(batch, logits, cand)
                 read = read_candidates(cand, self._thoughts.config.pos_weight)
+                sums = self._sums(batch, logits, cand, read)
             gate = _gate_sums(batch, logits, num_passes - 1) if num_passes else {}
             return latents, read, sums, gate
 
         return run
 
-    def _sums(self, batch: Any, logits: Any, cand: Any) -> dict[str, Any]:
+    def _sums(self, batch: Any, logits: Any, cand: Any, read: Any) -> dict[str, Any]:
         """Name -> (sum, count) of what is measured given the right tokens before."""
         tokens, _, start_index, level, candidates = batch
         config = self._thoughts.config
@@ -209,7 +209,6 @@ class LatentEvaluation:
             "value_accuracy": jnp.stack([right, jnp.sum(counted)]),
         }
         bits = candidates[..., None] >> jnp.arange(n_digits) & 1
-        read = read_candidates(cand, config.pos_weight)
         exact = (read == (bits == 1)).all(-1) & (candidates != 0)
         for k in range(n_latents):
             active = sums.active[:, k, None]
